@@ -1,0 +1,126 @@
+"""What a mask path is: block, entry layer, tuned projections, mask embeddings, the layouts that it was trained for."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "dense")
+MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+GROUPS = {"attention": ATTENTION, "all": ATTENTION + MLP}
+LAYOUTS = ("known", "hidden")
+
+
+@dataclass(frozen=True)
+class MaskPathConfig:
+    """Configuration of a mask path; saved beside its weights.
+
+    Attributes:
+        block_size: rows of a group, slot 0 included; the largest block that may be asked for.
+        entry: first layer that draft rows run through.
+        targets: "attention", "all", or names of Linear modules to tune.
+        tuning: "lora" (low-rank deltas) or "copy" (attention-tuned copies of the weights).
+        rank: LoRA rank.
+        alpha: LoRA scale; deltas are multiplied by alpha / rank.
+        layers: tuned layers; None means every layer from `entry` on.
+        mask_embedding: "one" vector for every mask, or one "per_slot".
+        taps: hidden states of the last clean position fed to the group, as indices into transformers' `hidden_states`.
+        layouts: layouts trained for: "known" (slot 0 is the bonus token), "hidden" (slot 0 is a mask).
+        prefix_splits: trained to take known draft tokens in slots 1..s (a loop's second pass).
+        causal: attention inside a group is causal rather than bidirectional.
+        shift: a row predicts the token one ahead rather than the one at its own position.
+        mask_id: vocabulary id whose embedding the mask starts from; never drafted. None starts from the mean embedding.
+    """
+
+    block_size: int = 16
+    entry: int = 0
+    targets: str | tuple[str, ...] = "attention"
+    tuning: str = "copy"
+    rank: int = 64
+    alpha: float = 64.0
+    layers: tuple[int, ...] | None = None
+    mask_embedding: str = "one"
+    taps: tuple[int, ...] = ()
+    layouts: tuple[str, ...] = ("known",)
+    prefix_splits: bool = False
+    causal: bool = False
+    shift: bool = False
+    mask_id: int | None = None
+    fingerprint: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "taps", "layouts"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
+        if not isinstance(self.targets, str):
+            object.__setattr__(self, "targets", tuple(self.targets))
+        _check(self.block_size >= 2, "block_size", self.block_size, "at least 2 (slot 0 and one draft)")
+        _check(self.entry >= 0, "entry", self.entry, "a layer index, 0 or more")
+        _check(self.tuning in ("lora", "copy"), "tuning", self.tuning, "'lora' or 'copy'")
+        _check(self.rank >= 1, "rank", self.rank, "1 or more")
+        _check(self.mask_embedding in ("one", "per_slot"), "mask_embedding", self.mask_embedding, "'one' or 'per_slot'")
+        _check(
+            not isinstance(self.targets, str) or self.targets in GROUPS,
+            "targets",
+            self.targets,
+            f"one of {sorted(GROUPS)} or a list of module names",
+        )
+        _check(
+            bool(self.layouts) and set(self.layouts) <= set(LAYOUTS), "layouts", self.layouts, f"a subset of {LAYOUTS}"
+        )
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """Last names of the Linear modules that are tuned."""
+        return GROUPS[self.targets] if isinstance(self.targets, str) else self.targets
+
+    def tuned_layers(self, n_layers: int) -> tuple[int, ...]:
+        """Indices of the layers whose projections are tuned.
+
+        Raises:
+            ValueError: when `entry` or `layers` do not fit a model of n_layers.
+        """
+        if self.entry >= n_layers:
+            raise ValueError(f"entry layer {self.entry} is past the model's last layer ({n_layers - 1})")
+        layers = range(self.entry, n_layers) if self.layers is None else self.layers
+        if any(not self.entry <= i < n_layers for i in layers):
+            raise ValueError(f"layers {tuple(layers)} must lie between entry {self.entry} and {n_layers - 1}")
+        return tuple(layers)
+
+    def require(self, layout: str, block_size: int | None = None) -> None:
+        """Refuse what the path was not trained for: it would run, and only be slow.
+
+        Raises:
+            ValueError: unknown layout, or a block larger than the trained one.
+        """
+        if layout not in self.layouts:
+            raise ValueError(
+                f"this adapter was trained for the layouts {self.layouts}, not for {layout!r}; "
+                "train it for that layout or choose another mode"
+            )
+        if block_size is not None and not 1 <= block_size <= self.block_size:
+            raise ValueError(
+                f"block size {block_size} is outside 1..{self.block_size}, the block that this adapter was trained for"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> MaskPathConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: for a field that does not exist.
+        """
+        unknown = sorted(set(data) - {f.name for f in dataclasses.fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown fields in the adapter's configuration: {', '.join(unknown)}")
+        return cls(**data)
+
+
+def _check(ok: bool, name: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r}: expected {wanted}")

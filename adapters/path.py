@@ -1,0 +1,101 @@
+"""The mask path as a module: mask embeddings, slot-0 projection, features, and the deltas of the tuned projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec.adapters.attention import CopyDelta
+from selfspec.adapters.config import MaskPathConfig
+from selfspec.adapters.lora import LoraDelta
+from selfspec.backbone import DraftRows
+from selfspec.shadow import decoder_layers, inner_decoder
+
+
+class MaskPathModel(nn.Module):
+    """Implements `selfspec.backbone.MaskPath` for one model and one configuration.
+
+    Args:
+        model: the base model; its weights are read for shapes and starting values, nothing on it changes.
+        config: what to build.
+        dtype: of the trained parameters; training keeps float32, decoding the model's own.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: MaskPathConfig, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.config = config
+        inner = inner_decoder(model)
+        layers = decoder_layers(inner)
+        assert layers is not None
+        table = model.get_input_embeddings().weight
+        dtype = dtype or table.dtype
+        d, n = table.shape[1], config.block_size if config.mask_embedding == "per_slot" else 1
+        start = table.float().mean(0) if config.mask_id is None else table[config.mask_id]
+        self.mask = nn.Parameter(start.detach().to(dtype).expand(n, d).clone())  # [1 or B, d]
+        make = dict(bias=False, device=table.device, dtype=dtype)
+        # at a late entry slot 0 is no longer what the embedding table holds: start from the identity
+        self.token = nn.Linear(d, d, **make) if config.entry else None  # type: ignore[arg-type]
+        if self.token is not None:
+            nn.init.eye_(self.token.weight)
+        self.feature = nn.Linear(d * len(config.taps), d, **make) if config.taps else None  # type: ignore[arg-type]
+        if self.feature is not None:
+            nn.init.zeros_(self.feature.weight)
+        self.deltas = nn.ModuleDict()
+        for i in config.tuned_layers(len(layers)):
+            for name, base in _targets(layers[i], config.target_names):
+                delta: nn.Module
+                if config.tuning == "lora":
+                    delta = LoraDelta(base, config.rank, config.alpha, dtype)
+                else:
+                    delta = CopyDelta(base, dtype)
+                self.deltas[_key(i, name)] = delta
+        if not self.deltas:
+            raise ValueError(f"no Linear named {config.target_names} in the layers of {type(model).__name__}")
+
+    @property
+    def entry(self) -> int:
+        return self.config.entry
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    def delta(self, layer: int, name: str) -> nn.Module | None:
+        """The delta of a Linear of a layer, or None where it is not tuned."""
+        key = _key(layer, name)
+        return self.deltas[key] if key in self.deltas else None
+
+    def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
+        """Draft rows as they enter.
+
+        Args:
+            rows: tokens [N, D], slots [N, D], features [N, D or 1, F].
+            embeddings: [N, D, d] the token embeddings of `rows.tokens`.
+
+        Returns:
+            [N, D, d] in the embeddings' dtype.
+        """
+        mask = self.mask.to(embeddings.dtype)
+        masks = mask[rows.slots] if len(mask) > 1 else mask[0]
+        if self.token is not None:
+            embeddings = nn.functional.linear(embeddings, self.token.weight.to(embeddings.dtype))
+        x = torch.where((rows.tokens >= 0)[..., None], embeddings, masks)
+        if self.feature is not None:
+            if rows.features is None:
+                raise ValueError(f"this mask path needs the features {self.config.taps} of the last clean position")
+            x = x + nn.functional.linear(rows.features.to(x.dtype), self.feature.weight.to(x.dtype))
+        return x
+
+
+def _key(layer: int, name: str) -> str:
+    return f"{layer}:{name.replace('.', ':')}"  # ModuleDict keys hold no dot
+
+
+def _targets(layer: nn.Module, names: tuple[str, ...]) -> list[tuple[str, nn.Linear]]:
+    """The Linears of a layer to tune. Experts see rows in another order, so they are left out."""
+    found = []
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in names and "expert" not in name:
+            found.append((name, module))
+    return found

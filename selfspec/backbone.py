@@ -1,0 +1,278 @@
+"""Runs any Hugging Face decoder's own layers over a `RowLayout`: clean rows at all layers, draft rows from layer e on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from selfspec import attention
+from selfspec.attention import AttentionRule
+from selfspec.cache import KVCache, PrefixCache
+from selfspec.rows import RowLayout, chain
+from selfspec.shadow import (
+    UnsupportedModel,
+    decoder_layers,
+    embedding_scale,
+    final_norm,
+    head_of,
+    inner_decoder,
+    rotary,
+    shadow,
+)
+
+MASK = -1  # a draft row's token when its input is the mask: no vocabulary id, so it can never be emitted
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """What the draft rows of a forward are.
+
+    Attributes:
+        tokens: [N, D] long, `MASK` or a known token.
+        slots: [N, D] long, index of each row in its group.
+        features: [N, D or 1, F] hidden states of the last clean position that the group may use, or None.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    features: Tensor | None = None
+
+
+class MaskPath(Protocol):
+    """The trained part: how draft rows enter and what they change in the layers that they run through."""
+
+    @property
+    def entry(self) -> int:
+        """First layer that draft rows run through."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states wanted as features, as indices into transformers' `hidden_states`."""
+
+    def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
+        """Input of the draft rows at the entry layer. embeddings: [N, D, d] of `rows.tokens`. Returns [N, D, d]."""
+
+    def delta(self, layer: int, name: str) -> nn.Module | None:
+        """The module that replaces a Linear for draft rows, called as `delta(x, base)`; None where nothing changes."""
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Hidden states after the final norm.
+
+    Attributes:
+        clean: [N, C, d]
+        draft: [N, D, d]
+        taps: [N, C, F] the mask path's features of every clean row, or None when it wants none.
+    """
+
+    clean: Tensor
+    draft: Tensor
+    taps: Tensor | None = None
+
+
+class Route:
+    """Where draft rows begin in the row axis of the running forward; shared by all routed modules of a backbone."""
+
+    def __init__(self) -> None:
+        self.n_clean = 0
+
+
+class RoutedLinear(nn.Module):
+    """The base Linear for clean rows, the mask path's for draft rows, which stand last in the row axis."""
+
+    def __init__(self, base: nn.Module, delta: nn.Module, route: Route):
+        super().__init__()
+        self.base, self.delta, self.route = base, delta, route
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, R, in] -> [N, R, out]"""
+        c = self.route.n_clean
+        if c == x.shape[1]:
+            return self.base(x)
+        if c == 0:
+            return self.delta(x, self.base)
+        return torch.cat([self.base(x[:, :c]), self.delta(x[:, c:], self.base)], 1)
+
+
+class Backbone(nn.Module):
+    """A shadow of the model's decoder: the same parameters, our attention, row-routed linears.
+
+    Args:
+        model: any decoder-only causal LM of transformers; nothing on it is changed.
+        path: the mask path of the draft rows; without one only clean rows run.
+        backend: attention backend, a name in `selfspec.attention.BACKENDS`.
+        verify: compare the walk with the model's own forward once (a few tokens), and raise where it differs.
+
+    Raises:
+        UnsupportedModel: the model's layers cannot be run this way; the message says why.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, path: MaskPath | None = None, backend: str = "sdpa", verify: bool = True
+    ):
+        super().__init__()
+        inner = inner_decoder(model)
+        self.config = copy.deepcopy(inner.config)
+        self.config._attn_implementation = attention.NAME
+        self.route = Route()
+        self.path = path
+        self.backend = backend
+        self.embeddings = model.get_input_embeddings()
+        self.scale = embedding_scale(model, inner)
+        originals = decoder_layers(inner)
+        assert originals is not None
+        self.n_layers = len(originals)
+        self.layers = nn.ModuleList(
+            self._routed(shadow(layer, config=self.config), i) for i, layer in enumerate(originals)
+        )
+        self.norm = final_norm(inner)
+        self.rotary = copy.deepcopy(rotary(inner))  # its own: dynamic kinds keep state
+        self.rotary_by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        self.head = head_of(model, inner)
+        takes = inspect.signature(originals[0].forward).parameters
+        self.cache_name = "cache" if "cache" in takes else "past_key_values"  # renamed in transformers 5.2x
+        self.max_positions = _max_positions(self.config)
+        self.layer_types = getattr(self.config, "layer_types", None) or ["full_attention"] * self.n_layers
+        if verify:
+            self._verify(model)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embeddings.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embeddings.weight.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def forward(
+        self,
+        layout: RowLayout,
+        cache: KVCache | PrefixCache,
+        tokens: Tensor | None = None,
+        draft: DraftRows | None = None,
+        first: int = 0,
+    ) -> Hidden:
+        """One forward of the rows of a layout.
+
+        Args:
+            layout: N requests, C clean rows, D draft rows.
+            cache: where keys and values live; bound to the layout here.
+            tokens: [N, C] long, the clean rows' tokens.
+            draft: the draft rows' inputs; required when D > 0, and then the backbone needs a mask path.
+            first: cache slot of the layout's first request.
+
+        Returns:
+            Hidden states of clean and draft rows.
+        """
+        c, n_keys = layout.n_clean, cache.bind(layout, first)
+        entry = self.n_layers if self.path is None else self.path.entry
+        rule = AttentionRule(layout, n_keys, self.backend)
+        lower = rule if c == layout.n_rows else AttentionRule(layout.clean(), n_keys, self.backend)
+        x = self.embed(tokens) if c and tokens is not None else None  # [N, C, d]
+        taps = [] if x is None or self.path is None else list(self.path.taps)
+        states = {0: x} if 0 in taps else {}
+        self.route.n_clean = c
+        rope = self._rope(layout.positions)
+        for i, layer in enumerate(self.layers):
+            if i == entry and draft is not None:
+                assert self.path is not None
+                rows = self.path.embed(draft, self.embed(draft.tokens.clamp(min=0)))  # [N, D, d]
+                x = rows if x is None else torch.cat([x, rows], 1)
+            if x is None:
+                continue  # a sequential draft skips the layers below its entry
+            below = i < entry and draft is not None
+            cos_sin = rope[self.layer_types[i] if self.rotary_by_type else ""]
+            if below:
+                cos_sin = tuple(t[:, :c] for t in cos_sin)
+            x = layer(
+                x,
+                attention_mask=lower if below else rule,
+                position_ids=layout.positions[:, :c] if below else layout.positions,
+                position_embeddings=cos_sin,
+                use_cache=True,
+                **{self.cache_name: cache},
+            )
+            x = x[0] if isinstance(x, tuple) else x
+            if i + 1 in taps and i + 1 < self.n_layers:
+                states[i + 1] = x[:, :c]
+        assert x is not None
+        x = self.norm(x)
+        if self.n_layers in taps:
+            states[self.n_layers] = x[:, :c]
+        return Hidden(x[:, :c], x[:, c:], torch.cat([states[t] for t in taps], -1) if taps else None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings as the model's first layer gets them. [N, T] -> [N, T, d]"""
+        x = self.embeddings(tokens)
+        return x if self.scale is None else x * self.scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own head, soft-caps and scales included. [..., d] -> [..., V]"""
+        return self.head(inputs_embeds=hidden, use_cache=False).logits
+
+    def _rope(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Rotary factors of all rows, by layer type where the model tells them apart. Each ([N, R, D], [N, R, D])"""
+        probe = torch.empty(0, device=positions.device, dtype=self.dtype)  # the module reads only dtype and device
+        if self.max_positions is not None:  # rows past the end are never emitted, and must not rescale a dynamic rotary
+            positions = positions.clamp(max=self.max_positions - 1)
+        if not self.rotary_by_type:
+            return {"": self.rotary(probe, positions)}
+        return {kind: self.rotary(probe, positions, kind) for kind in set(self.layer_types)}
+
+    def _routed(self, layer: nn.Module, index: int) -> nn.Module:
+        """Wrap the Linears that the mask path changes in a shadow layer."""
+        if self.path is None or index < self.path.entry:
+            return layer
+        for name, module in list(layer.named_modules()):
+            delta = self.path.delta(index, name)
+            if delta is not None:
+                parent, _, leaf = name.rpartition(".")
+                layer.get_submodule(parent)._modules[leaf] = RoutedLinear(module, delta, self.route)
+        return layer
+
+    @torch.no_grad()
+    def _verify(self, model: PreTrainedModel, n: int = 8) -> None:
+        """Run a few tokens through the model's own forward and through the walk; they have to agree."""
+        ids = torch.arange(n, device=self.device)[None] % self.vocab_size
+        own = _eval_forward(model, ids)
+        start = torch.zeros(1, dtype=torch.long, device=self.device)
+        ours = self.logits(self(chain(start, n), PrefixCache(self.n_layers), ids).clean)
+        loose = 0.1 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
+        error = (own - ours).float().norm() / own.float().norm().clamp(min=1e-6)
+        if not error < loose:
+            raise UnsupportedModel(
+                f"{type(model).__name__}: running its layers one by one gives other logits than its own forward "
+                f"(relative error {error:.1e}); the model does something between its layers that selfspec does not know"
+            )
+
+
+def _max_positions(config) -> int | None:
+    """Positions up to the model's context, or to the length at which a long-context rotary embedding would rescale."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = [ropes, *(v for v in ropes.values() if isinstance(v, dict))]
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += [r.get("original_max_position_embeddings") for r in kinds if r.get("rope_type") == "longrope"]
+    return min((x for x in limits if x), default=None)
+
+
+def _eval_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The model's own logits without dropout, whatever mode the user left it in."""
+    modes: Sequence[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        return model(input_ids=ids, use_cache=False).logits
+    finally:
+        for module, mode in modes:
+            module.training = mode

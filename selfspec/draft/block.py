@@ -1,0 +1,66 @@
+"""Block draft: one group of mask rows after the anchor, all positions guessed at once (DFlash, arXiv 2602.06036).
+
+Same-position prediction: slot 0 holds the anchor, slot j predicts the token at the anchor's position + j. A shifted path
+(Orthrus, arXiv 2605.12825) predicts one ahead of each row instead.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.backbone import MASK, Backbone, DraftRows
+from selfspec.cache import KVCache
+from selfspec.rows import block as block_layout
+
+
+def draft_inputs(
+    anchor: Tensor | None, n: int, size: int, groups: int, device: torch.device, features=None
+) -> DraftRows:
+    """Inputs of `groups` groups of `size` rows per request.
+
+    Args:
+        anchor: [N] long, the known token in slot 0; None leaves a mask there (bonus hidden).
+        n: requests.
+        size: rows of a group.
+        groups: groups per request.
+        device: of the rows.
+        features: [N, 1, F] or None.
+    """
+    tokens = torch.full((n, groups, size), MASK, dtype=torch.long, device=device)
+    if anchor is not None:
+        tokens[:, :, 0] = anchor[:, None]
+    slots = torch.arange(size, device=device).repeat(groups).expand(n, -1)
+    return DraftRows(tokens.flatten(1), slots, features)
+
+
+def propose(
+    backbone: Backbone, cache: KVCache, anchor: Tensor, start: Tensor, size: int, path, features: Tensor | None = None
+) -> Tensor:
+    """Marginals of the size - 1 positions after the anchor.
+
+    Args:
+        backbone: with a mask path.
+        cache: committed up to `start`; the draft's rows stay uncommitted.
+        anchor: [N] long, the bonus token, whose position is `start`.
+        start: [N] long, committed lengths.
+        size: nodes that the resulting chain will have, the anchor included.
+        path: the mask path's configuration.
+        features: [N, F] of the last committed position, for a path that wants them.
+
+    Returns:
+        [N, size - 1, V] logits; the mask's own vocabulary id is banned.
+    """
+    n_rows = size - 1 if path.shift else size  # a shifted group's last row would predict past the block
+    rows = block_layout(start, n_rows, path.causal)
+    features = None if features is None else features[:, None]
+    inputs = draft_inputs(anchor, len(anchor), n_rows, 1, anchor.device, features)
+    hidden = backbone(rows, cache, draft=inputs).draft  # [N, n_rows, d]
+    return ban_mask(backbone.logits(hidden if path.shift else hidden[:, 1:]), path.mask_id)
+
+
+def ban_mask(logits: Tensor, mask_id: int | None) -> Tensor:
+    """A mask is an input, never a guess."""
+    if mask_id is not None:
+        logits[..., mask_id] = float("-inf")
+    return logits

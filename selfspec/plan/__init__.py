@@ -1,0 +1,52 @@
+"""Plan: which mode, block and tree a round runs with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODES = ("ar", "sequential", "overlap", "tree")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A fixed plan.
+
+    Attributes:
+        mode: "ar", "sequential", "tree", "overlap" or "overlap+tree".
+        block_size: nodes of a chain, the anchor included; 1 is plain decoding.
+        tree_nodes: nodes of a tree beside the anchor.
+    """
+
+    mode: str = "sequential"
+    block_size: int = 16
+    tree_nodes: int = 16
+
+    def __post_init__(self) -> None:
+        parts = self.mode.split("+")
+        unknown = [p for p in parts if p not in MODES]
+        if unknown or len(set(parts)) < len(parts) or ("ar" in parts and len(parts) > 1):
+            raise ValueError(f"mode={self.mode!r}: expected {', '.join(MODES)}, or overlap+tree")
+        if self.block_size < 1 or self.tree_nodes < 1:
+            raise ValueError(f"block_size={self.block_size} and tree_nodes={self.tree_nodes} must be at least 1")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether rounds draft at all."""
+        return self.mode != "ar" and self.block_size > 1
+
+    @property
+    def overlap(self) -> bool:
+        """Whether the next draft is computed inside the verify forward."""
+        return self.drafts and "overlap" in self.mode
+
+    @property
+    def tree(self) -> bool:
+        """Whether drafts are trees rather than chains."""
+        return self.drafts and "tree" in self.mode
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Layouts that the mask path must have been trained for."""
+        if not self.drafts:
+            return ()
+        return ("known", "hidden") if self.overlap else ("known",)

@@ -1,0 +1,155 @@
+"""Requests on one cache: admit, run rounds, finish. The only place where host and rounds meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from selfspec import decode
+from selfspec.backbone import Backbone
+from selfspec.cache import KVCache
+from selfspec.decode import State
+from selfspec.draft import DraftTree, chain_of
+from selfspec.draft.block import propose
+from selfspec.draft.tree import best_first
+from selfspec.plan import Plan
+from selfspec.stats import Stats
+
+PREFILL_CHUNK = 512
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way to an answer.
+
+    Attributes:
+        prompt: token ids, not empty.
+        max_new_tokens: cap on emitted tokens, at least 1.
+        eos: token ids that end the answer (kept in it, as transformers does).
+        output: emitted tokens so far.
+        finish_reason: "stop" or "length" once it has ended.
+        stats: rounds and acceptance.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    eos: frozenset[int] = frozenset()
+    output: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stats: Stats = field(default_factory=Stats)
+
+    def take(self, tokens: list[int]) -> list[int]:
+        """Append what was emitted, up to the first EOS or the cap, and note why it ended. Returns what was kept."""
+        kept = tokens[: self.max_new_tokens - len(self.output)]
+        end = next((i for i, t in enumerate(kept) if t in self.eos), None)
+        if end is not None:
+            kept, self.finish_reason = kept[: end + 1], "stop"
+        self.output += kept
+        if self.finish_reason is None and len(self.output) >= self.max_new_tokens:
+            self.finish_reason = "length"
+        return kept
+
+
+class Session:
+    """Running requests, always in cache slots 0..n-1.
+
+    Args:
+        backbone: with a mask path if the plan drafts.
+        plan: what rounds do.
+        slots: requests at a time.
+        capacity: positions per request (prompt and answer).
+
+    Raises:
+        ValueError: the plan needs a layout or a block that the mask path was not trained for.
+    """
+
+    def __init__(self, backbone: Backbone, plan: Plan, slots: int, capacity: int):
+        self.backbone, self.plan = backbone, plan
+        self.config = getattr(backbone.path, "config", None)
+        if plan.drafts:
+            if self.config is None:
+                raise ValueError(f"mode {plan.mode!r} needs an adapter; load one, or decode with mode='ar'")
+            for layout in plan.layouts:
+                self.config.require(layout, plan.block_size)
+        nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
+        rows = nodes * (1 + plan.block_size) if plan.overlap else max(nodes, plan.block_size)
+        self.cache = KVCache(backbone.n_layers, slots, capacity, max(rows, min(PREFILL_CHUNK, capacity)))
+        self.active: list[Request] = []
+        self.state: State | None = None
+        self.saved: Tensor | None = None  # [n, B - 1, V] marginals that the last verify forward drafted
+
+    @torch.no_grad()
+    def add(self, requests: list[Request]) -> list[list[int]]:
+        """Prefill requests into free slots. Returns the first token of each, as `step` does."""
+        first = len(self.active)
+        if first + len(requests) > self.cache.slots:
+            raise ValueError(f"{first} of {self.cache.slots} slots are taken; {len(requests)} more do not fit")
+        for slot in range(first, first + len(requests)):
+            self.cache.crop(0, slot)
+        state = decode.prefill(self.backbone, self.cache, [r.prompt for r in requests], first, PREFILL_CHUNK)
+        self.state = state if self.state is None or not self.active else _join(self.state, state)
+        self.saved = None  # the new requests have none; all redraft once
+        self.active += requests
+        emitted = [r.take([t]) for r, t in zip(requests, state.anchor.tolist(), strict=True)]
+        for r in requests:
+            r.stats.prompt_tokens = len(r.prompt)
+        self._drop_finished()
+        return emitted
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[Request, list[int]]]:
+        """One round for all running requests. Returns what each emitted; those that ended leave their slots."""
+        assert self.state is not None
+        tree = self._tree(self.state)
+        group = self.plan.block_size if self.plan.overlap else 0
+        causal = self.config.causal if self.config is not None else False
+        accepted, hidden = decode.verify(self.backbone, self.cache, self.state, tree, group, causal)
+        self.saved = decode.saved_draft(self.backbone, accepted, hidden, group) if group else None
+        self.state, emitted = decode.commit(self.cache, self.state, tree, accepted, hidden)
+        out = [(r, r.take(tokens)) for r, tokens in zip(self.active, emitted, strict=True)]
+        for request, kept in out:
+            request.stats.count(len(kept))
+        self._drop_finished()
+        return out
+
+    def _tree(self, state: State) -> DraftTree:
+        """This round's candidates: nothing but the anchor, a chain or a tree."""
+        left = max(r.max_new_tokens - len(r.output) for r in self.active)
+        size = min(self.plan.block_size, left)  # nobody can take more
+        if not self.plan.drafts or size == 1:
+            self.saved = None
+            return DraftTree(state.anchor[:, None])
+        logits = self.saved
+        if logits is None:
+            logits = propose(self.backbone, self.cache, state.anchor, state.start, size, self.config, state.features)
+            depth = 1 - self.config.entry / self.backbone.n_layers
+            for r in self.active:
+                r.stats.drafts += depth
+        if self.plan.tree:
+            return best_first(state.anchor, logits[:, : size - 1], self.plan.tree_nodes)
+        return chain_of(state.anchor, logits[:, : size - 1])
+
+    def _drop_finished(self) -> None:
+        """Free the slots of ended requests; the last ones move into the gaps."""
+        keep = [i for i, r in enumerate(self.active) if r.finish_reason is None]
+        if len(keep) == len(self.active):
+            return
+        n = len(keep)
+        movers = [i for i in keep if i >= n]
+        order = [i if self.active[i].finish_reason is None else movers.pop() for i in range(n)]
+        for slot, source in enumerate(order):
+            if slot != source:
+                self.cache.move(source, slot)
+        self.active = [self.active[i] for i in order]
+        assert self.state is not None
+        index = torch.tensor(order, dtype=torch.long, device=self.state.anchor.device)
+        features = None if self.state.features is None else self.state.features[index]
+        self.state = State(self.state.anchor[index], self.state.start[index], features)
+        self.saved = None if self.saved is None else self.saved[index]
+
+
+def _join(a: State, b: State) -> State:
+    features = None if a.features is None or b.features is None else torch.cat([a.features, b.features])
+    return State(torch.cat([a.anchor, b.anchor]), torch.cat([a.start, b.start]), features)
