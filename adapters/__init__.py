@@ -1,0 +1,1 @@
+"""The mask path: what makes a row a draft row."""
