@@ -1,0 +1,241 @@
+"""`SelfSpecModel`: a causal language model that drafts for itself, behind transformers' `generate` interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from selfspec import hub
+from selfspec.adapters import MaskPathModel, io
+from selfspec.backbone import Backbone
+from selfspec.plan import Plan
+from selfspec.session import Request, Session
+from selfspec.stats import Stats
+
+# fields of a GenerationConfig that this release acts on; any other that is set raises
+SUPPORTED = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences"}
+# without sampling they say nothing (transformers warns about them and goes on)
+SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
+IRRELEVANT = {"use_cache", "cache_implementation", "cache_config", "transformers_version", "_from_model_config"}
+
+
+class SelfSpecModel:
+    """One model, loaded once: the untouched causal path verifies what its mask path drafts.
+
+    Args:
+        model: a decoder-only causal LM of transformers; nothing on it is changed.
+        path: its mask path; None leaves plain decoding.
+        tokenizer: used by the command line and chat, not by `generate`.
+
+    Attributes:
+        stats: one `Stats` a prompt, of the last `generate` call.
+    """
+
+    def __init__(self, model: PreTrainedModel, path: MaskPathModel | None = None, tokenizer: Any = None):
+        self.model, self.path, self.tokenizer = model, path, tokenizer
+        self.backbone = Backbone(model, path)
+        self.stats: list[Stats] = []
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        adapter: str | Path | None = "auto",
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        finetuned_base: bool = False,
+    ) -> SelfSpecModel:
+        """Load a model and its adapter.
+
+        Args:
+            name: a local folder, a hub name, a `.gguf` file or an embedded model (`selfspec.hub.load`).
+            adapter: a folder, the name of a shipped adapter, "auto" for the shipped one that fits, None for none.
+            dtype: of the weights.
+            device: where to put them.
+            finetuned_base: accept a model whose weights differ from those the adapter was trained on.
+
+        Raises:
+            AdapterError: the adapter is missing, damaged, or of another model.
+            UnsupportedModel: the model cannot decode speculatively.
+        """
+        model, tokenizer = hub.load(str(name), dtype=dtype, device=device)
+        found = io.shipped_for(model) if adapter == "auto" else adapter
+        path = None if found is None else io.load(found, model, finetuned_base)
+        return cls(model, path, tokenizer)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the adapter (never the base model) to a folder.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.path is None:
+            raise ValueError("this model has no adapter to save")
+        io.save(self.path, folder, self.model)
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        streamer: BaseStreamer | None = None,
+        mode: str | None = None,
+        block_size: int | None = None,
+        tree_nodes: int = 16,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Greedy generation, token for token what `model.generate(..., do_sample=False)` gives.
+
+        Args:
+            inputs: [N, T] long prompts, padded on either side.
+            generation_config: as in transformers; keyword arguments override its fields.
+            input_ids: the same as `inputs`.
+            attention_mask: [N, T], 0 on padding. Without it every token counts.
+            streamer: gets the prompt, then each round's committed tokens (one prompt only).
+            mode: "ar", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an adapter.
+            block_size: tokens verified per round in a chain; by default the adapter's.
+            tree_nodes: nodes of a tree beside its root.
+            **kwargs: fields of `GenerationConfig`.
+
+        Returns:
+            [N, T + longest answer] long: the prompts as given, then the answers, padded on the right.
+
+        Raises:
+            ValueError: an argument that this release does not act on, or a prompt that does not fit.
+        """
+        ids = self._one_input(inputs, input_ids)
+        config = self._config(generation_config, kwargs)
+        prompts = _prompts(ids, attention_mask)
+        eos = _eos(config.eos_token_id)
+        cap = self._cap(config, prompts, ids.shape[1])
+        if streamer is not None and len(prompts) > 1:
+            raise ValueError("a streamer takes one prompt at a time")
+        if streamer is not None:
+            streamer.put(ids.cpu())
+        requests = [Request(p, cap, eos) for p in prompts]
+        plan = self.plan(mode, block_size, tree_nodes)
+        for tokens in self.run(requests, plan) if cap else ():
+            if streamer is not None and tokens:
+                streamer.put(torch.tensor(tokens))
+        if streamer is not None:
+            streamer.end()
+        self.stats = [r.stats for r in requests]
+        return _padded(ids, requests, _pad(config, eos))
+
+    def run(self, requests: list[Request], plan: Plan, slots: int | None = None) -> Iterator[list[int]]:
+        """Decode requests to their end. Yields what the first request emits, round by round."""
+        slots = min(slots or len(requests), len(requests))
+        capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
+        session = Session(self.backbone, plan, slots, capacity)
+        waiting = list(requests)
+        while waiting or session.active:
+            free = slots - len(session.active)
+            if free and waiting:
+                batch, waiting = waiting[:free], waiting[free:]
+                emitted = list(zip(batch, session.add(batch)))
+            else:
+                emitted = session.step()
+            yield from (tokens for request, tokens in emitted if request is requests[0])
+
+    def plan(self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16) -> Plan:
+        """The fixed plan that these choices stand for."""
+        if mode is None:
+            mode = "ar" if self.path is None else "sequential"
+        if block_size is None:
+            block_size = 1 if self.path is None else self.path.config.block_size
+        return Plan(mode, block_size, tree_nodes)
+
+    def _one_input(self, inputs: Tensor | None, input_ids: Tensor | None) -> Tensor:
+        if (inputs is None) == (input_ids is None):
+            raise ValueError("pass the prompt once, as inputs or as input_ids")
+        ids = inputs if inputs is not None else input_ids
+        assert ids is not None
+        if ids.dim() != 2 or not ids.numel():
+            raise ValueError(f"the prompt is empty or not [N, T]: got shape {tuple(ids.shape)}")
+        if int(ids.min()) < 0 or int(ids.max()) >= self.backbone.vocab_size:
+            raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
+        return ids.to(self.backbone.device)
+
+    def _config(self, config: GenerationConfig | None, overrides: dict[str, Any]) -> GenerationConfig:
+        """The user's settings over the model's own; whatever this release would ignore raises."""
+        merged = GenerationConfig.from_dict((config or self.model.generation_config).to_dict())
+        unknown = merged.update(**{k: v for k, v in overrides.items() if v is not None})
+        if unknown:
+            raise ValueError(f"generate() takes no argument {', '.join(sorted(map(repr, unknown)))}")
+        if merged.do_sample:
+            raise ValueError("do_sample=True: this release decodes greedily; pass do_sample=False")
+        neutral = {None, False, 0, 1, 1.0, "never"}
+        odd = [
+            f"{k}={v!r}"
+            for k, v in merged.to_diff_dict().items()
+            if k not in SUPPORTED | SAMPLING_ONLY | IRRELEVANT and not (isinstance(v, str | int | float) and v in neutral)
+        ]
+        if (merged.num_return_sequences or 1) != 1:
+            odd.append("num_return_sequences > 1 without sampling")
+        if odd:
+            raise ValueError(f"not supported in this release: {', '.join(odd)}")
+        return merged
+
+    def _cap(self, config: GenerationConfig, prompts: list[list[int]], width: int) -> int:
+        """New tokens allowed, in transformers' order of precedence, checked against the model's context."""
+        if config.max_new_tokens is not None:
+            cap = config.max_new_tokens
+        else:
+            cap = (config.max_length or 20) - width
+        limit, longest = self.backbone.max_positions, max(map(len, prompts))
+        if cap < 0 or (config.max_new_tokens is None and cap == 0):
+            raise ValueError(f"the prompt has {width} tokens, max_length allows {config.max_length}: nothing is left")
+        if limit is not None and longest + cap > limit:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {cap} new ones exceed the model's {limit} positions; "
+                f"shorten the prompt or pass max_new_tokens={max(limit - longest, 0)} or less"
+            )
+        return cap
+
+
+def _prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Token lists without their padding."""
+    if mask is None:
+        return ids.tolist()
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, the prompt {tuple(ids.shape)}")
+    out = []
+    for i, (row, keep) in enumerate(zip(ids.tolist(), mask.bool().tolist())):
+        kept = [t for t, k in zip(row, keep) if k]
+        if not kept:
+            raise ValueError(f"prompt {i} is empty: its attention_mask is all zeros")
+        first = keep.index(True)
+        if not all(keep[first : first + len(kept)]):
+            raise ValueError(f"prompt {i}: the attention_mask has holes between tokens")
+        out.append(kept)
+    return out
+
+
+def _eos(ids: int | list[int] | Tensor | None) -> frozenset[int]:
+    if ids is None:
+        return frozenset()
+    if isinstance(ids, Tensor):
+        ids = ids.tolist()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _pad(config: GenerationConfig, eos: frozenset[int]) -> int:
+    """The pad token, or the first EOS where a model has none, as in transformers."""
+    if config.pad_token_id is not None:
+        return config.pad_token_id
+    ids = config.eos_token_id
+    return ids[0] if isinstance(ids, list) else ids if isinstance(ids, int) else min(eos, default=0)
+
+
+def _padded(ids: Tensor, requests: list[Request], pad: int) -> Tensor:
+    longest = max(len(r.output) for r in requests)
+    rows = [r.output + [pad] * (longest - len(r.output)) for r in requests]
+    return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device).reshape(len(rows), longest)], 1)
