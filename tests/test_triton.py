@@ -24,7 +24,10 @@ def random_layout(kind: str, generator: torch.Generator, n: int, longest: int) -
     if kind == "block":
         return rows.block(start, 6, causal=True)
     parents = torch.stack(
-        [torch.tensor([-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, 7)]) for _ in range(n)]
+        [
+            torch.tensor([-1] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, 7)])
+            for _ in range(n)
+        ]
     )
     tree = rows.tree(start, parents)
     if kind == "tree":
