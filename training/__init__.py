@@ -1,0 +1,1 @@
+"""Fine-tuning of the mask path."""
