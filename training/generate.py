@@ -257,7 +257,7 @@ def choose(logits: Tensor, temperature: Tensor, seed: Tensor, count: Tensor) -> 
 
 
 def uniform(seed: Tensor, count: Tensor) -> Tensor:
-    """The count-th number of a seed's sequence, in [0, 1), the same on every device (splitmix64). Returns [n] float64."""
+    """The count-th number of a seed's sequence, in [0, 1), the same on every device (splitmix64). [n] float64"""
     x = seed + (count + 1) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
