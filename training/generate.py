@@ -1,7 +1,7 @@
 """Plain decoding of very many prompts: one static batch whose slots are refilled as answers end.
 
-A step is one graph replay. The host looks at the batch once in `SYNC` steps: it takes out what has ended, closes the gaps
-(running requests stand in slots 0..n-1) and prefills new prompts behind them. Attention reads K keys of every slot, K
+A step is one graph replay. The host looks at the batch once in `SYNC` steps: it takes out what has ended, closes the
+gaps (running requests stand in slots 0..n-1) and prefills new prompts behind them. A graph is made for K keys a slot, K
 being the longest running request's, so prompts should come sorted by length.
 """
 
@@ -137,13 +137,13 @@ class Batch:
         return done
 
     def _refill(self, queue: deque[Job]) -> None:
-        """Close the gaps and admit new jobs when that pays: a sixteenth of the batch is free, or a smaller graph will do."""
+        """Close the gaps and admit jobs when that pays: a sixteenth of the batch is free, or a smaller graph does."""
         live = sum(j is not None for j in self.jobs)
         free = self.slots - live
         if queue and free >= max(1, self.slots // 16):
             self._compact()
             self._admit([queue.popleft() for _ in range(min(free, len(queue)))])
-        elif not queue and self._bucket(live) < self._bucket(len(self.jobs)) or not live:
+        elif not live or (not queue and self._bucket(live) < self._bucket(len(self.jobs))):
             self._compact()
 
     def _compact(self) -> None:
@@ -258,7 +258,7 @@ def choose(logits: Tensor, temperature: Tensor, seed: Tensor, count: Tensor) -> 
 
 
 def uniform(seed: Tensor, count: Tensor) -> Tensor:
-    """The count-th number of a seed's sequence, in [0, 1), the same on every device (splitmix64). [n], [n] -> [n] float64"""
+    """The count-th number in [0, 1) of a seed's sequence, the same on every device (splitmix64). [n] -> [n] float64"""
     x = seed + (count + 1) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
