@@ -23,11 +23,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec import graphs, rows
+from selfspec.adapters.io import fingerprint
 from selfspec.attention import BACKENDS
 from selfspec.backbone import Backbone
 from selfspec.cache import KVCache
-from selfspec.training.prompts import Conversation, read_prompts
 from selfspec.training.generate import Batch, Done, Job
+from selfspec.training.prompts import Conversation, read_prompts
 from selfspec.training.shards import AnswerFolder
 
 
@@ -97,8 +98,9 @@ def answer(
         if row["id"] in several:
             said[row["id"]] = row["answer_ids"]
 
+    mark = fingerprint(model)
     settings = {
-        "model": fingerprint(model),
+        "model": f"{mark['architecture']} {mark['weights'][:32]} {str(model.dtype).removeprefix('torch.')}",
         "template": hashlib.sha256((getattr(tokenizer, "chat_template", None) or "").encode()).hexdigest()[:16],
         "eos": sorted(eos),
         "max_new_tokens": options.max_new_tokens,
@@ -232,17 +234,6 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
-
-
-@torch.no_grad()
-def fingerprint(model: PreTrainedModel, points: int = 512) -> str:
-    """Hash of names, shapes, kinds and evenly spaced values of all parameters; no pass over all weights."""
-    digest = hashlib.sha256()
-    for name, p in model.named_parameters():
-        flat = p.detach().reshape(-1)
-        digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
-        digest.update(flat[:: max(1, flat.numel() // points)].double().cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 class Progress:
