@@ -112,7 +112,8 @@ def answer(
         if options.compile:
             graphs.fuse(backbone.layers)
         skipped: list[str] = []
-        progress = Progress(sum(len(c.turns) for c in conversations), len(target.ids), quiet)
+        wanted = [_row_id(c, t) for c in conversations for t in range(len(c.turns))]
+        progress = Progress(len(wanted), sum(name in target.ids for name in wanted), quiet)
         for turn in range(max((len(c.turns) for c in conversations), default=0)):
             todo = [c for c in conversations if turn < len(c.turns) and _row_id(c, turn) not in target.ids]
             ready = [c for c in todo if turn == 0 or _row_id(c, turn - 1) in said]
@@ -200,7 +201,8 @@ def _prompts(
         messages = list(c.context)
         for t in range(turn):
             ids = said[_row_id(c, t)]
-            text = tokenizer.decode(ids[:-1] if ids[-1] in eos else ids, skip_special_tokens=True)
+            ids = ids[:-1] if ids[-1] in eos else ids
+            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             messages += [c.turns[t], {"role": "assistant", "content": text}]
         messages.append(c.turns[turn])
         if templated:

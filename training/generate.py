@@ -217,7 +217,7 @@ class Batch:
         token, made, alive, out = self.token[slot], self.made[slot], self.alive[slot], self.out[slot]  # views
         new = choose(logits, self.temperature[slot], self.seed[slot], made) if self.sample else logits.argmax(-1)
         new = torch.where(alive, new, token)
-        out.scatter_(1, torch.where(alive, made, out.shape[1] - 1)[:, None], new[:, None])
+        out.scatter_(1, made.masked_fill(~alive, out.shape[1] - 1)[:, None], new[:, None])
         token.copy_(new)
         made += alive
         alive &= (made < self.cap[slot]) & ~(new[:, None] == self.eos).any(-1)
@@ -250,7 +250,7 @@ def choose(logits: Tensor, temperature: Tensor, seed: Tensor, count: Tensor) -> 
     Returns:
         [n] long
     """
-    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    scaled = logits.float() / temperature.masked_fill(temperature <= 0, 1)[:, None]
     # float64 sums: a draw below the total then always lands on a token of positive probability
     mass = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
     drawn = (mass <= uniform(seed, count)[:, None] * mass[:, -1:]).sum(-1)
