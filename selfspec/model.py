@@ -172,7 +172,7 @@ class SelfSpecModel:
             raise ValueError(f"generate() takes no argument {', '.join(sorted(map(repr, unknown)))}")
         if merged.do_sample:
             raise ValueError("do_sample=True: this release decodes greedily; pass do_sample=False")
-        neutral = {None, False, 0, 1, 1.0, "never"}
+        neutral = {None, False, 1, "never"}
         odd = [
             f"{k}={v!r}"
             for k, v in merged.to_diff_dict().items()

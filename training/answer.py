@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec import graphs, rows
+from selfspec import graphs
 from selfspec.adapters.io import fingerprint
 from selfspec.attention import BACKENDS
 from selfspec.backbone import Backbone
-from selfspec.cache import KVCache
 from selfspec.training.generate import Batch, Done, Job
 from selfspec.training.prompts import Conversation, read_prompts
 from selfspec.training.shards import AnswerFolder
@@ -179,12 +178,8 @@ def slots_that_fit(backbone: Backbone, capacity: int, share: float = 0.7) -> int
     if backbone.device.type != "cuda":
         return 1 << 30
     torch.cuda.empty_cache()
-    probe = KVCache(backbone.n_layers, 1, 8, 8)
-    tokens = torch.zeros(1, 8, dtype=torch.long, device=backbone.device)
-    with torch.no_grad():
-        backbone(rows.chain(tokens[:, 0], 8), probe, tokens)
     free, _ = torch.cuda.mem_get_info(backbone.device)
-    return max(1, int(share * free / (probe.nbytes / 16 * capacity)))
+    return max(1, int(share * free / backbone.new_cache(1, capacity, 0).nbytes))
 
 
 def _prompts(

@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from selfspec import rows
 from selfspec.backbone import Backbone
-from selfspec.cache import KVCache
 from selfspec.graphs import Graphs, capturable
 
 SYNC = 16  # steps between two looks of the host
@@ -82,7 +81,7 @@ class Batch:
         device = backbone.device
         self.backbone, self.slots, self.sample = backbone, slots, sample
         self.capacity = -(-capacity // KEYS) * KEYS
-        self.cache = KVCache(backbone.n_layers, slots, self.capacity, 0)
+        self.cache = backbone.new_cache(slots, self.capacity, 0)
         self.graphs = Graphs(device, graphs and capturable(backbone.config))
         self.ends = frozenset(eos)
         self.eos = torch.tensor(sorted(self.ends) or [-1], device=device)

@@ -129,8 +129,9 @@ class AnswerFolder:
                 continue
             self._count(path, rows)
             self.ids.update(r["id"] for r in rows)
-            for row in rows if keep else ():
-                keep(row)
+            if keep is not None:
+                for row in rows:
+                    keep(row)
         self.write_manifest()
 
     def _read_manifest(self) -> dict[str, str]:
