@@ -10,6 +10,7 @@ from selfspec.adapters import MaskPathConfig, MaskPathModel
 from selfspec.backbone import Backbone
 from selfspec.session import Request, Session
 
+torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much when cores are busy
 LAYERS, VOCAB, WINDOW, POSITIONS = 4, 24, 5, 64
 COMMON = dict(
     vocab_size=VOCAB,
@@ -98,7 +99,8 @@ def reference(model, prompts, n: int, eos=None) -> list[list[int]]:
 def run(session: Session, requests: list[Request], late=()) -> list[Request]:
     """Run requests to their end; `late` are admitted one a round, as soon as a slot is free."""
     late = list(late)
-    session.add(requests)
+    if requests:
+        session.add(requests)
     while session.active or late:
         if late and len(session.active) < session.cache.slots:
             session.add([late.pop(0)])
