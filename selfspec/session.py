@@ -73,6 +73,11 @@ class Session:
                 raise ValueError(f"mode {plan.mode!r} needs an adapter; load one, or decode with mode='ar'")
             for layout in plan.layouts:
                 self.config.require(layout, plan.block_size)
+            if plan.overlap and self.config.taps:
+                raise ValueError(
+                    f"this adapter reads features {self.config.taps} of the last clean position, which an overlapped "
+                    "forward computes too late; choose mode='sequential' or 'tree', or train it without taps"
+                )
         nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
         rows = nodes * (1 + plan.block_size) if plan.overlap else max(nodes, plan.block_size)
         self.cache = KVCache(backbone.n_layers, slots, capacity, max(rows, min(PREFILL_CHUNK, capacity)))
@@ -106,7 +111,7 @@ class Session:
         group = self.plan.block_size if self.plan.overlap else 0
         causal = self.config.causal if self.config is not None else False
         accepted, hidden = decode.verify(self.backbone, self.cache, self.state, tree, group, causal)
-        self.saved = decode.saved_draft(self.backbone, accepted, hidden, group) if group else None
+        self.saved = decode.saved_draft(self.backbone, accepted, hidden, group, self.config) if group else None
         self.state, emitted = decode.commit(self.cache, self.state, tree, accepted, hidden)
         out = [(r, r.take(tokens)) for r, tokens in zip(self.active, emitted, strict=True)]
         for request, kept in out:
