@@ -125,7 +125,9 @@ def read_config(folder: Path) -> MaskPathConfig:
             raise ValueError(f"written in another format than {FORMAT}")
         return MaskPathConfig.from_dict(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AdapterError(f"{folder / CONFIG} is missing or damaged ({error}); copy or train the adapter again") from error
+        raise AdapterError(
+            f"{folder / CONFIG} is missing or damaged ({error}); copy or train the adapter again"
+        ) from error
 
 
 def find(name: str | Path) -> Path:

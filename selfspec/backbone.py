@@ -163,6 +163,7 @@ class Backbone(nn.Module):
         tokens: Tensor | None = None,
         draft: DraftRows | None = None,
         first: int = 0,
+        n_keys: int | None = None,
     ) -> Hidden:
         """One forward of the rows of a layout.
 
@@ -172,11 +173,12 @@ class Backbone(nn.Module):
             tokens: [N, C] long, the clean rows' tokens.
             draft: the draft rows' inputs; required when D > 0, and then the backbone needs a mask path.
             first: cache slot of the layout's first request.
+            n_keys: K, when it is fixed by the caller instead of the lengths of the requests (see `KVCache.bind`).
 
         Returns:
             Hidden states of clean and draft rows.
         """
-        c, n_keys = layout.n_clean, cache.bind(layout, first)
+        c, n_keys = layout.n_clean, cache.bind(layout, first, n_keys)
         entry = self.n_layers if self.path is None else self.path.entry
         rule = AttentionRule(layout, n_keys, self.backend)
         lower = rule if c == layout.n_rows else AttentionRule(layout.clean(), n_keys, self.backend)

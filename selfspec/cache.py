@@ -40,22 +40,29 @@ class KVCache(Cache):
         """Bytes allocated so far."""
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values) if t is not None)
 
-    def bind(self, layout: RowLayout, first: int = 0) -> int:
+    def bind(self, layout: RowLayout, first: int = 0, n_keys: int | None = None) -> int:
         """Point the next forward's writes behind each request's committed positions.
 
         Args:
             layout: the forward.
             first: cache slot of the layout's first request; the others follow it.
+            n_keys: K where the caller fixes it (a graph replays one K at many lengths): no row of a running request may
+                stand at or past it. None takes it from the lengths that the host knows.
 
         Returns:
-            K, the slots that attention has to read: up to the longest request's last row.
+            K, the slots that attention has to read: up to the longest request's last row, or `n_keys`.
 
         Raises:
             ValueError: when a request or the forward's rows do not fit.
         """
         n, r = layout.n_requests, layout.n_rows
-        longest = max(self.lengths[first : first + n], default=0)
-        if longest > self.capacity or r > self.tail:
+        if n_keys is None:
+            longest = max(self.lengths[first : first + n], default=0)
+            fits = longest <= self.capacity and r <= self.tail
+        else:
+            longest = n_keys - r
+            fits = n_keys <= self.capacity + self.tail
+        if not fits:
             raise ValueError(
                 f"the KV cache holds {self.capacity} positions and {self.tail} rows a forward; asked for {longest} and {r}"
             )
@@ -109,14 +116,18 @@ class KVCache(Cache):
         for i, count in enumerate(counts, self._first):
             self.lengths[i] += count
 
-    def move(self, src: int, dst: int) -> None:
-        """Copy a request's committed positions to another slot, over what stood there."""
-        length = self.lengths[src]
-        for store in (self.keys, self.values):
-            for full in store:
-                if full is not None:
-                    full[dst, :, :length] = full[src, :, :length]
-        self.lengths[dst] = length
+    def move(self, src: int | list[int], dst: int | list[int]) -> None:
+        """Copy requests' committed positions to other slots, over what stood there; no slot may be in both lists."""
+        sources = [src] if isinstance(src, int) else src
+        targets = [dst] if isinstance(dst, int) else dst
+        length = max((self.lengths[s] for s in sources), default=0)
+        stores = [full for store in (self.keys, self.values) for full in store if full is not None]
+        if stores and length:
+            old, new = torch.tensor([sources, targets], device=stores[0].device)
+            for full in stores:
+                full[new, :, :length] = full[old, :, :length]
+        for s, t in zip(sources, targets, strict=True):
+            self.lengths[t] = self.lengths[s]
 
     def crop(self, length: int, slot: int = 0) -> None:  # type: ignore[override]
         """Forget a request's positions from `length` on."""
@@ -140,7 +151,7 @@ class PrefixCache(Cache):
         self.values: list[Tensor | None] = [None] * n_layers
         self.recording = True
 
-    def bind(self, layout: RowLayout, first: int = 0) -> int:
+    def bind(self, layout: RowLayout, first: int = 0, n_keys: int | None = None) -> int:
         """Returns K: the rows alone while recording, afterwards the prefix and the rows."""
         prefix = 0 if self.recording else next(k.shape[2] for k in self.keys if k is not None)
         return prefix + layout.n_rows

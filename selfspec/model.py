@@ -176,7 +176,8 @@ class SelfSpecModel:
         odd = [
             f"{k}={v!r}"
             for k, v in merged.to_diff_dict().items()
-            if k not in SUPPORTED | SAMPLING_ONLY | IRRELEVANT and not (isinstance(v, str | int | float) and v in neutral)
+            if k not in SUPPORTED | SAMPLING_ONLY | IRRELEVANT
+            and not (isinstance(v, str | int | float) and v in neutral)
         ]
         if (merged.num_return_sequences or 1) != 1:
             odd.append("num_return_sequences > 1 without sampling")

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def sdpa(
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
