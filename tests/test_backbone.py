@@ -1,4 +1,4 @@
-"""The walk over sixteen families, the draft path against the model's own logits, and the user's model left untouched."""
+"""The walk over sixteen families, the draft path against the model's own logits, the user's model left untouched."""
 
 import copy
 

@@ -214,7 +214,7 @@ def test_sums_of_stats():
 @pytest.mark.parametrize("mode", ["sequential", "overlap"])
 @pytest.mark.parametrize("offset", range(2 * B + 1))
 def test_eos_at_every_offset_of_a_block(mode, offset):
-    """The token comes from the model's own run; the drafter is always right, so that it lies inside an accepted block."""
+    """The token comes from the model's own run; the drafter is always right, so it lies inside an accepted block."""
     model, prompt = model_of(), RAGGED[1]
     [answer] = reference(model, [prompt], 30)
     eos = answer[offset]
