@@ -51,7 +51,7 @@ def test_a_configuration_survives_json():
     config = MaskPathConfig(8, 2, ("q_proj",), "lora", 3, 6.0, (2, 3), "per_slot", (1, 4), ("hidden",), True, True)
     again = MaskPathConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config and isinstance(again.layers, tuple) and isinstance(again.targets, tuple)
-    with pytest.raises(ValueError, match="unknown fields.*blocksize"):
+    with pytest.raises(ValueError, match=r"unknown fields.*blocksize"):
         MaskPathConfig.from_dict({"blocksize": 4})
 
 
