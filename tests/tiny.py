@@ -36,7 +36,9 @@ FAMILIES = {
     "Qwen3Moe": dict(num_experts=4, moe_intermediate_size=16, head_dim=8, **EXPERTS),
     "Mistral": dict(sliding_window=WINDOW),
     "Ministral": dict(sliding_window=WINDOW, layer_types=MIXED, head_dim=8),
-    "Gemma2": dict(sliding_window=WINDOW, layer_types=MIXED, head_dim=8, query_pre_attn_scalar=8),
+    "Gemma2": dict(  # transformers 5.17's sdpa, its default then, drops the soft-cap
+        sliding_window=WINDOW, layer_types=MIXED, head_dim=8, query_pre_attn_scalar=8, attn_implementation="eager"
+    ),
     "Gemma3": dict(sliding_window=WINDOW, layer_types=MIXED, head_dim=8, query_pre_attn_scalar=8),
     "Phi3": dict(sliding_window=WINDOW),
     "Olmo2": {},
