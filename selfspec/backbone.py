@@ -1,4 +1,4 @@
-"""Runs any Hugging Face decoder's own layers over a `RowLayout`: clean rows at all layers, draft rows from layer e on."""
+"""Runs any Hugging Face decoder's own layers over a `RowLayout`: clean rows at all layers, draft rows from layer e."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec import attention
 from selfspec.attention import AttentionRule
@@ -18,11 +18,11 @@ from selfspec.cache import KVCache, PrefixCache
 from selfspec.rows import RowLayout, chain
 from selfspec.shadow import (
     UnsupportedModel,
-    decoder_layers,
     embedding_scale,
     final_norm,
     head_of,
     inner_decoder,
+    layers_of,
     rotary,
     shadow,
 )
@@ -120,41 +120,44 @@ class Backbone(nn.Module):
     ):
         super().__init__()
         inner = inner_decoder(model)
-        self.config = copy.deepcopy(inner.config)
+        self.config: PreTrainedConfig = copy.deepcopy(inner.config)  # type: ignore[assignment]
         self.config._attn_implementation = attention.NAME
         self.route = Route()
         self.path = path
         self.backend = backend
         self.embeddings = model.get_input_embeddings()
         self.scale = embedding_scale(model, inner)
-        originals = decoder_layers(inner)
-        assert originals is not None
+        originals = layers_of(inner)
         self.n_layers = len(originals)
         self.layers = nn.ModuleList(
-            self._routed(shadow(layer, config=self.config), i) for i, layer in enumerate(originals)
+            # each layer gets its own part of the cache, so none needs its index, and all can share compiled code
+            self._routed(shadow(layer, config=self.config, layer_idx=0), i)
+            for i, layer in enumerate(originals)
         )
-        self.norm = final_norm(inner)
-        self.rotary = copy.deepcopy(rotary(inner))  # its own: dynamic kinds keep state
+        norm, rope = final_norm(inner), rotary(inner)
+        assert norm is not None and rope is not None
+        self.norm = norm
+        self.rotary = copy.deepcopy(rope)  # its own: dynamic kinds keep state
         self.rotary_by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
         self.head = head_of(model, inner)
         takes = inspect.signature(originals[0].forward).parameters
         self.cache_name = "cache" if "cache" in takes else "past_key_values"  # renamed in transformers 5.2x
         self.max_positions = _max_positions(self.config)
         self.layer_types = getattr(self.config, "layer_types", None) or ["full_attention"] * self.n_layers
-        if verify:
-            self._verify(model)
+        self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
+        self._probe(model if verify else None)
 
     @property
     def device(self) -> torch.device:
-        return self.embeddings.weight.device
+        return self.embeddings.weight.device  # type: ignore[return-value]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embeddings.weight.dtype
+        return self.embeddings.weight.dtype  # type: ignore[return-value]
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return self.embeddings.weight.shape[0]  # type: ignore[index,return-value]
 
     def forward(
         self,
@@ -184,7 +187,7 @@ class Backbone(nn.Module):
         lower = rule if c == layout.n_rows else AttentionRule(layout.clean(), n_keys, self.backend)
         x = self.embed(tokens) if c and tokens is not None else None  # [N, C, d]
         taps = [] if x is None or self.path is None else list(self.path.taps)
-        states = {0: x} if 0 in taps else {}
+        states: dict[int, Tensor] = {} if x is None or 0 not in taps else {0: x}
         self.route.n_clean = c
         rope = self._rope(layout.positions)
         for i, layer in enumerate(self.layers):
@@ -197,14 +200,14 @@ class Backbone(nn.Module):
             below = i < entry and draft is not None
             cos_sin = rope[self.layer_types[i] if self.rotary_by_type else ""]
             if below:
-                cos_sin = tuple(t[:, :c] for t in cos_sin)
+                cos_sin = cos_sin[0][:, :c], cos_sin[1][:, :c]
             x = layer(
                 x,
                 attention_mask=lower if below else rule,
                 position_ids=layout.positions[:, :c] if below else layout.positions,
                 position_embeddings=cos_sin,
                 use_cache=True,
-                **{self.cache_name: cache},
+                **{self.cache_name: cache.layers[i]},
             )
             x = x[0] if isinstance(x, tuple) else x
             if i + 1 in taps and i + 1 < self.n_layers:
@@ -214,6 +217,10 @@ class Backbone(nn.Module):
         if self.n_layers in taps:
             states[self.n_layers] = x[:, :c]
         return Hidden(x[:, :c], x[:, c:], torch.cat([states[t] for t in taps], -1) if taps else None)
+
+    def new_cache(self, slots: int, capacity: int, tail: int) -> KVCache:
+        """An empty cache for this model: `slots` requests of `capacity` positions, `tail` rows a forward."""
+        return KVCache(self.kv_shapes, slots, capacity, tail, self.dtype, self.device)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings as the model's first layer gets them. [N, T] -> [N, T, d]"""
@@ -245,12 +252,18 @@ class Backbone(nn.Module):
         return layer
 
     @torch.no_grad()
-    def _verify(self, model: PreTrainedModel, n: int = 8) -> None:
-        """Run a few tokens through the model's own forward and through the walk; they have to agree."""
+    def _probe(self, model: PreTrainedModel | None, n: int = 8) -> None:
+        """Run a few tokens: they show the shapes of keys and values, and have to give the model's own logits."""
         ids = torch.arange(n, device=self.device)[None] % self.vocab_size
-        own = _eval_forward(model, ids)
+        cache = PrefixCache(self.n_layers)
         start = torch.zeros(1, dtype=torch.long, device=self.device)
-        ours = self.logits(self(chain(start, n), PrefixCache(self.n_layers), ids).clean)
+        ours = self.logits(self(chain(start, n), cache, ids).clean)
+        for layer in cache.layers:
+            assert layer.keys is not None and layer.values is not None
+            self.kv_shapes.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+        if model is None:
+            return
+        own = _eval_forward(model, ids)
         loose = 0.1 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
         error = (own - ours).float().norm() / own.float().norm().clamp(min=1e-6)
         if not error < loose:

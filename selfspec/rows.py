@@ -21,8 +21,8 @@ class RowLayout:
         positions: [N, R] long, absolute position of each row (rotary, windows).
         start: [N] long, slot of row 0; also the number of prefix slots.
         n_clean: C; rows `[0, C)` are clean, rows `[C, R)` are draft.
-        parents: [N, C] long, the clean row that a clean row follows, -1 for the prefix; a parent stands before its child.
-            None means a chain.
+        parents: [N, C] long, the clean row that a clean row follows, -1 for the prefix; a parent stands before its
+            child. None means a chain.
         attach: [N, D] long, the clean row on whose path a draft row's group hangs, -1 for the prefix alone.
         group: [N, D] long, group of a draft row; -1 is padding.
         limit: [N, D] long, a draft row sees prefix positions below it. Decoding: the committed length. Training: the

@@ -128,7 +128,8 @@ def test_a_lora_folder_is_a_plain_peft_folder(family, tmp_path):
     io.save(path, tmp_path, model, dtype=torch.float64)
     body, cache = Backbone(model, path), PrefixCache(LAYERS)
     cache.recording = False
-    cache.keys = cache.values = [torch.empty(1, model.config.num_key_value_heads, 0, 8).double()] * LAYERS
+    for layer, (heads, d, _) in zip(cache.layers, body.kv_shapes, strict=True):
+        layer.keys = layer.values = torch.empty(1, heads, 0, d).double()
     drafts = DraftRows(ONE, torch.arange(10)[None])
     with torch.no_grad():
         ours = body.logits(body(rows.block(torch.tensor([0]), 10, causal=True), cache, draft=drafts).draft)

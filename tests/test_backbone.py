@@ -9,7 +9,7 @@ from tiny import FAMILIES, LAYERS, PROMPT, VOCAB, StatesPath, build, model_of, p
 
 from selfspec import SelfSpecModel, rows
 from selfspec.backbone import MASK, Backbone, DraftRows, RoutedLinear
-from selfspec.cache import KVCache, PrefixCache
+from selfspec.cache import PrefixCache
 from selfspec.shadow import UnsupportedModel
 
 LONG = (PROMPT * 3)[:23]  # several times the windows
@@ -35,7 +35,7 @@ def test_the_walk_gives_the_models_own_logits(family):
     wanted = own(model, ids)
     whole = body(rows.chain(torch.tensor([0, 0]), 23), PrefixCache(LAYERS), ids)
     assert off(body.logits(whole.clean), wanted) < TOLERANCE[family]
-    cache = KVCache(LAYERS, 2, 23, 16)
+    cache = body.new_cache(2, 23, 16)
     body(rows.chain(torch.tensor([0, 0]), 9), cache, ids[:, :9])
     cache.commit([9, 7])  # ragged from here on
     at = torch.tensor(cache.lengths)
@@ -52,7 +52,8 @@ def test_the_walk_gives_the_models_own_logits(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_path_of_a_tree_gives_the_logits_of_its_own_text(family):
     model = model_of(family)
-    body, cache = Backbone(model), KVCache(LAYERS, 1, 20, 20)
+    body = Backbone(model)
+    cache = body.new_cache(1, 20, 20)
     prefix, tokens = LONG[:8], [3, 5, 5, 7, 1, 2]
     parents = [-1, 0, 0, 1, 2, 3]
     body(rows.chain(torch.tensor([0]), 8), cache, torch.tensor([prefix]))
@@ -73,7 +74,8 @@ def test_a_neutral_path_drafts_what_the_model_says(family, tuning):
     """Real tokens in a causal group, weights untouched: draft rows then are the model's own rows."""
     model, ids = model_of(family), torch.tensor([LONG, LONG[::-1]])
     path = path_of(model, noise=0.0, tuning=tuning, causal=True, shift=True, block_size=8)
-    body, cache = Backbone(model, path), KVCache(LAYERS, 2, 23, 16)
+    body = Backbone(model, path)
+    cache = body.new_cache(2, 23, 16)
     body(rows.chain(torch.tensor([0, 0]), 9), cache, ids[:, :9])
     cache.commit([9, 7])
     at = torch.tensor(cache.lengths)
@@ -92,7 +94,8 @@ def test_late_draft_rows_run_through_the_last_layers_only(family):
     model, ids = model_of(family), torch.tensor([LONG])
     out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
     path = StatesPath(2, out.hidden_states[2][:, 12:20])
-    body, cache = Backbone(model, path), KVCache(LAYERS, 1, 23, 16)
+    body = Backbone(model, path)
+    cache = body.new_cache(1, 23, 16)
     body(rows.chain(torch.tensor([0]), 12), cache, ids[:, :12])
     cache.commit([12])
     drafts = DraftRows(ids[:, 12:20], torch.arange(8)[None])
@@ -187,12 +190,13 @@ def test_clean_logits_do_not_know_of_the_adapter(dtype, tuning, entry):
         changed.token.weight.data.copy_(fresh.token.weight)
     seen = {}
     for name, path in {"none": None, "fresh": fresh, "changed": changed}.items():
-        body, cache = Backbone(model, path), KVCache(LAYERS, 2, 30, 64)
+        body = Backbone(model, path)
+        cache = body.new_cache(2, 30, 64)
         hidden = [body(rows.chain(torch.tensor([0, 0]), 10), cache, ids)]
         cache.commit([10, 8])
         at = torch.tensor([10, 8])
         hidden.append(body(rows.chain(at, 3), cache, ids[:, :3]))
-        kept = [s[:, :, :8].clone() for s in (*cache.keys, *cache.values)]
+        kept = [s[:, :, :8].clone() for s in cache.stores]
         if path is not None:
             layout = rows.overlapped(rows.chain(at, 3), torch.arange(3).expand(2, 3), 4)
             drafts = DraftRows(torch.full((2, 12), MASK), torch.arange(4).repeat(3).expand(2, 12))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import LAYERS, PROMPT, RAGGED, backbone, model_of, path_of, reference, run
+from tiny import PROMPT, RAGGED, backbone, model_of, path_of, reference, run
 
 from selfspec import rows
 from selfspec.backbone import Backbone
@@ -13,24 +13,28 @@ from selfspec.session import Request, Session
 HEADS, DIM = 2, 3
 
 
+def empty(layers, slots, capacity, tail):
+    return KVCache([(HEADS, DIM, DIM)] * layers, slots, capacity, tail, torch.float32, torch.device("cpu"))
+
+
 def written(cache, layout, first=0, layer=0):
     """Bind a layout and write rows whose every number names request and row: 100 * request + row."""
     cache.bind(layout, first)
     n, r = layout.n_requests, layout.n_rows
     names = (100.0 * torch.arange(n)[:, None] + torch.arange(r))[:, None, :, None].expand(n, HEADS, r, DIM)
-    return cache.update(names.clone(), -names, layer)
+    return cache.layers[layer].update(names.clone(), -names)
 
 
 def committed(cache, slot, layer=0):
-    keys = cache.keys[layer][slot, :, : cache.lengths[slot]]
-    assert torch.equal(cache.values[layer][slot, :, : cache.lengths[slot]], -keys)
+    keys = cache.layers[layer].keys[slot, :, : cache.lengths[slot]]
+    assert torch.equal(cache.layers[layer].values[slot, :, : cache.lengths[slot]], -keys)
     assert (keys == keys[:1, :, :1]).all()  # heads and dimensions travel together
     return keys[0, :, 0].tolist()
 
 
 def test_a_tree_path_is_gathered_before_it_is_written():
     """Sources and targets overlap: moving one row after the other would read what was just overwritten."""
-    cache = KVCache(1, 2, 20, 8)
+    cache = empty(1, 2, 20, 8)
     start = torch.tensor([0, 0])
     written(cache, rows.chain(start, 3))
     cache.commit([3, 1])
@@ -43,7 +47,7 @@ def test_a_tree_path_is_gathered_before_it_is_written():
 
 
 def test_requests_have_their_own_lengths():
-    cache = KVCache(2, 3, 10, 4)
+    cache = empty(2, 3, 10, 4)
     for layer in (0, 1):
         written(cache, rows.chain(torch.zeros(3, dtype=torch.long), 4), layer=layer)
     cache.commit([4, 0, 2])
@@ -57,18 +61,18 @@ def test_requests_have_their_own_lengths():
 
 
 def test_a_forward_over_later_slots_leaves_the_earlier_ones_alone():
-    cache = KVCache(1, 3, 10, 4)
+    cache = empty(1, 3, 10, 4)
     written(cache, rows.chain(torch.tensor([0]), 2))
     cache.commit([2])
-    before = cache.keys[0][0].clone()
+    before = cache.layers[0].keys[0].clone()
     keys, _ = written(cache, rows.chain(torch.tensor([0, 0]), 3), first=1)
     assert keys.shape[0] == 2 and keys[1, 0, :, 0].tolist() == [100, 101, 102]
     cache.commit([3, 1])
-    assert cache.lengths == [2, 3, 1] and torch.equal(cache.keys[0][0], before)
+    assert cache.lengths == [2, 3, 1] and torch.equal(cache.layers[0].keys[0], before)
 
 
 def test_move_copies_the_committed_positions():
-    cache = KVCache(1, 2, 10, 4)
+    cache = empty(1, 2, 10, 4)
     written(cache, rows.chain(torch.zeros(2, dtype=torch.long), 4))
     cache.commit([4, 3])
     cache.move(1, 0)
@@ -81,7 +85,7 @@ def test_move_copies_the_committed_positions():
 
 @pytest.mark.parametrize("n, fits", [(4, True), (5, False)])
 def test_more_rows_than_the_tail_are_refused(n, fits):
-    cache = KVCache(1, 1, 3, 4)
+    cache = empty(1, 1, 3, 4)
     layout = rows.chain(torch.tensor([0]), n)
     if fits:
         written(cache, layout)
@@ -91,7 +95,7 @@ def test_more_rows_than_the_tail_are_refused(n, fits):
 
 
 def test_more_positions_than_the_capacity_are_refused():
-    cache = KVCache(1, 1, 3, 4)
+    cache = empty(1, 1, 3, 4)
     written(cache, rows.chain(torch.tensor([0]), 4))
     cache.commit([3])
     written(cache, rows.chain(torch.tensor([3]), 4))  # exactly full: the rows stand in the tail
@@ -107,10 +111,10 @@ def test_stale_tails_are_never_read(family):
     body, ids = backbone(family), torch.tensor([PROMPT[:4], PROMPT[4:8]])
     outputs = []
     for poison in (0.0, 1e30):
-        cache = KVCache(LAYERS, 2, 20, 6)
+        cache = body.new_cache(2, 20, 6)
         body(rows.chain(torch.tensor([0, 0]), 4), cache, ids)
         cache.commit([4, 2])
-        for store in (*cache.keys, *cache.values):
+        for store in cache.stores:
             for slot, length in enumerate(cache.lengths):
                 store[slot, :, length:] = poison
         outputs.append(body(rows.chain(torch.tensor([4, 2]), 3), cache, ids[:, :3]).clean)
@@ -136,9 +140,9 @@ def test_what_is_committed_is_what_plain_decoding_would_have_committed(mode, ent
         text = request.prompt + truth[i][: len(request.output) - 1]
         length = session.cache.lengths[i]
         assert length == len(text) == int(session.state.start[i])
-        own = KVCache(LAYERS, 1, 30, 30)
+        own = plain.new_cache(1, 30, 30)
         plain(rows.chain(torch.tensor([0]), length), own, torch.tensor([text]))
-        for ours, theirs in zip((*session.cache.keys, *session.cache.values), (*own.keys, *own.values), strict=True):
+        for ours, theirs in zip(session.cache.stores, own.stores, strict=True):
             assert (ours[i, :, :length] - theirs[0, :, :length]).abs().max() < 1e-12
 
 

@@ -19,7 +19,6 @@ from tiny import (
 
 from selfspec import SelfSpecModel, decode, rows
 from selfspec.backbone import Backbone
-from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
 from selfspec.draft.block import propose
 from selfspec.plan import Plan
@@ -306,7 +305,7 @@ def test_long_prompts_are_prefilled_in_chunks():
     model, prompts = model_of("Gemma3"), [(PROMPT * 4)[:37], PROMPT, (PROMPT * 3)[:24], [4]]
     body = Backbone(model)
     for chunk in (1, 8, 36, 64):
-        cache = KVCache(LAYERS, 4, 40, 64)
+        cache = body.new_cache(4, 40, 64)
         with torch.no_grad():
             state = decode.prefill(body, cache, prompts, chunk=chunk)
         assert state.anchor[:, None].tolist() == reference(model, prompts, 1)
@@ -351,7 +350,7 @@ def test_a_draft_hung_on_the_anchor_is_a_draft_of_the_next_positions(shift):
     [request] = session.active
     saved = session.saved
     # the same group, its slot 0 masked, behind a committed text
-    cache, text = KVCache(LAYERS, 1, 40, 40), request.prompt + request.output[:-1]
+    cache, text = body.new_cache(1, 40, 40), request.prompt + request.output[:-1]
     body(rows.chain(torch.tensor([0]), len(text)), cache, torch.tensor([text]))
     cache.commit([len(text)])
     masks = decode.draft_inputs(None, 1, B, 1, torch.device("cpu"))
@@ -378,7 +377,7 @@ def test_hand_made_trees():
         "interleaved": ([wrong[1], answer[1], wrong[2], answer[2], answer[3]], [-1, 0, 0, 1, 2, 4], 4),
     }
     for name, (tokens, parents, count) in cases.items():
-        cache = KVCache(LAYERS, 1, 40, 40)
+        cache = body.new_cache(1, 40, 40)
         state = decode.prefill(body, cache, [PROMPT])
         tree = DraftTree(torch.tensor([[answer[0], *tokens]]), torch.tensor([parents]))
         accepted, hidden = decode.verify(body, cache, state, tree)
@@ -395,12 +394,12 @@ def test_hand_made_trees():
 def test_drafting_leaves_the_committed_text_alone():
     model = model_of()
     body = Backbone(model, path_of(model, 0.3))
-    cache = KVCache(LAYERS, 1, 30, 30)
+    cache = body.new_cache(1, 30, 30)
     state = decode.prefill(body, cache, [PROMPT])
-    before = [s[:, :, : len(PROMPT)].clone() for s in (*cache.keys, *cache.values)]
+    before = [s[:, :, : len(PROMPT)].clone() for s in cache.stores]
     propose(body, cache, state.anchor, state.start, B, body.path.config)
     assert cache.lengths == [len(PROMPT)]
-    for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
+    for old, new in zip(before, cache.stores, strict=True):
         assert torch.equal(old, new[:, :, : len(PROMPT)])
 
 

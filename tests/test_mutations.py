@@ -60,7 +60,8 @@ def first_draft_is_right():
 def walk_is_the_models_own(family="Mistral"):
     """Full prefill, then a ragged cached prefix and a tail."""
     model, ids = model_of(family), torch.tensor([(PROMPT * 2)[:16], (PROMPT * 2)[3:19]])
-    body, cache = Backbone(model, verify=False), KVCache(LAYERS, 2, 16, 16)
+    body = Backbone(model, verify=False)
+    cache = body.new_cache(2, 16, 16)
     wanted = model(input_ids=ids, use_cache=False).logits
     first = body.logits(body(rows.chain(torch.tensor([0, 0]), 9), cache, ids[:, :9]).clean)
     assert off(first, wanted[:, :9]) < TOLERANCE[family]
@@ -82,7 +83,8 @@ def second_branch_is_committed():
     """A tree whose true path stands at rows 0, 2, 3; plain decoding goes on from what was committed."""
     model = model_of()
     [answer] = reference(model, [PROMPT], 8)
-    body, cache = Backbone(model, verify=False), KVCache(LAYERS, 1, 40, 40)
+    body = Backbone(model, verify=False)
+    cache = body.new_cache(1, 40, 40)
     state = decode.prefill(body, cache, [PROMPT])
     tokens = [answer[0], (answer[1] + 1) % VOCAB, answer[1], answer[2]]
     tree = DraftTree(torch.tensor([tokens]), torch.tensor([[-1, 0, 0, 2]]))
@@ -100,7 +102,8 @@ def clean_rows_ignore_the_adapter():
     """Logits beside draft rows, with two adapters."""
     model, ids, seen = model_of(), torch.tensor([PROMPT]), []
     for noise in (0.0, 0.5):
-        body, cache = Backbone(model, path_of(model, noise), verify=False), KVCache(LAYERS, 1, 30, 60)
+        body = Backbone(model, path_of(model, noise), verify=False)
+        cache = body.new_cache(1, 30, 60)
         layout = rows.overlapped(rows.chain(torch.tensor([0]), 10), torch.tensor([[9]]), B)
         drafts = DraftRows(torch.full((1, B), MASK), torch.arange(B)[None])
         seen.append(body.logits(body(layout, cache, ids, drafts).clean))
@@ -181,9 +184,8 @@ def compaction_row_by_row(self, counts, path=None):
     for i, count in enumerate(counts, self._first):
         for k in range(count - 1, -1, -1) if path is not None else ():
             at = self.lengths[i]
-            for store in (*self.keys, *self.values):
-                if store is not None:
-                    store[i, :, at + k] = store[i, :, at + int(path[i - self._first, min(k + 1, count - 1)])]
+            for store in self.stores:
+                store[i, :, at + k] = store[i, :, at + int(path[i - self._first, min(k + 1, count - 1)])]
         self.lengths[i] += count
 
 

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec import graphs, rows
+from selfspec import graphs
 from selfspec.backbone import Backbone
-from selfspec.cache import KVCache
 from selfspec.training.data import Conversation, read_prompts
 from selfspec.training.generate import Batch, Done, Job
 from selfspec.training.shards import AnswerFolder
@@ -70,8 +69,8 @@ def answer(
 ) -> dict[str, Any]:
     """Answer every turn of every conversation that the folder does not hold yet.
 
-    A row is `{id, prompt_ids, answer_ids, temperature, finish_reason}`. Where a conversation has several turns, each is a
-    row of its own, `ID#1`, `ID#2` and so on, and its prompt holds the model's own answers to the turns before.
+    A row is `{id, prompt_ids, answer_ids, temperature, finish_reason}`. Where a conversation has several turns, each
+    is a row of its own, `ID#1`, `ID#2` and so on, and its prompt holds the model's own answers to the turns before.
 
     Args:
         model: on the device where it is to run.
@@ -165,12 +164,8 @@ def slots_that_fit(backbone: Backbone, capacity: int, share: float = 0.7) -> int
     if backbone.device.type != "cuda":
         return 1 << 30
     torch.cuda.empty_cache()
-    probe = KVCache(backbone.n_layers, 1, 8, 8)
-    tokens = torch.zeros(1, 8, dtype=torch.long, device=backbone.device)
-    with torch.no_grad():
-        backbone(rows.chain(tokens[:, 0], 8), probe, tokens)
     free, _ = torch.cuda.mem_get_info(backbone.device)
-    return max(1, int(share * free / (probe.nbytes / 16 * capacity)))
+    return max(1, int(share * free / backbone.new_cache(1, capacity, 0).nbytes))
 
 
 def _prompts(
@@ -284,9 +279,15 @@ def _mix(text: str) -> tuple[tuple[float, float], ...]:
 def build_parser() -> argparse.ArgumentParser:
     """Arguments of `selfspec answer`."""
     d = AnswerOptions()
-    p = argparse.ArgumentParser(prog="selfspec answer", description="Let a model answer prompts, to train on its answers.")
-    p.add_argument("prompts", nargs="+", help=".jsonl, .jsonl.gz, .parquet (prompt, turns or messages) or .txt (a line each)")
-    p.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="answer folder; an earlier run is resumed")
+    p = argparse.ArgumentParser(
+        prog="selfspec answer", description="Let a model answer prompts, to train on its answers."
+    )
+    p.add_argument(
+        "prompts", nargs="+", help=".jsonl, .jsonl.gz, .parquet (prompt, turns or messages) or .txt (a line each)"
+    )
+    p.add_argument(
+        "-o", "--output", required=True, type=Path, metavar="DIR", help="answer folder; an earlier run is resumed"
+    )
     p.add_argument("--model", required=True, help="folder, hub name, .gguf file or the name of an embedded model")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", help="default: bfloat16 on CUDA, else the checkpoint's")
@@ -295,7 +296,9 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=int, default=d.batch, help="requests at a time (default %(default)s)")
     p.add_argument("--limit", type=int, help="answer no more than this many prompts")
     p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument("--format", choices=("auto", "parquet", "jsonl"), default=d.format, help="default: parquet with pyarrow")
+    p.add_argument(
+        "--format", choices=("auto", "parquet", "jsonl"), default=d.format, help="default: parquet with pyarrow"
+    )
     p.add_argument("--shard-rows", type=int, default=d.shard_rows)
     p.add_argument("--compile", action="store_true", help="fuse element-wise kernels with torch.compile")
     p.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")

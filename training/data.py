@@ -66,8 +66,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
         return
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.strip():
                 yield json.loads(line)
@@ -76,9 +75,9 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
 def read_prompts(paths: Iterable[str | Path], limit: int | None = None) -> list[Conversation]:
     """Read prompts: one JSON object (or parquet row) each, or one line of a `.txt` file each.
 
-    A row has `prompt` (a string), or `turns` (strings: the user's messages, each answered before the next), or `messages`
-    (`{role, content}`: the last user message is answered, what stands before it is context, what after it is dropped).
-    A row without `id` is named after its file and line. A row that stands there twice counts once.
+    A row has `prompt` (a string), or `turns` (strings: the user's messages, each answered before the next), or
+    `messages` (`{role, content}`: the last user message is answered, what stands before it is context, what after it
+    is dropped). A row without `id` is named after its file and line. A row that stands there twice counts once.
 
     Args:
         paths: files.

@@ -1,8 +1,8 @@
 """Plain decoding of very many prompts: one static batch whose slots are refilled as answers end.
 
-A step is one graph replay. The host looks at the batch once in `SYNC` steps: it takes out what has ended, closes the gaps
-(running requests stand in slots 0..n-1) and prefills new prompts behind them. Attention reads K keys of every slot, K
-being the longest running request's, so prompts should come sorted by length.
+A step is one graph replay. The host looks at the batch once in `SYNC` steps: it takes out what has ended, closes the
+gaps (running requests stand in slots 0..n-1) and prefills new prompts behind them. Attention reads K keys of every
+slot, K being the longest running request's, so prompts should come sorted by length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from selfspec import rows
 from selfspec.backbone import Backbone
-from selfspec.cache import KVCache
 from selfspec.graphs import Graphs, capturable
 
 SYNC = 16  # steps between two looks of the host
@@ -82,7 +81,7 @@ class Batch:
         device = backbone.device
         self.backbone, self.slots, self.sample = backbone, slots, sample
         self.capacity = -(-capacity // KEYS) * KEYS
-        self.cache = KVCache(backbone.n_layers, slots, self.capacity, 0)
+        self.cache = backbone.new_cache(slots, self.capacity, 0)
         self.graphs = Graphs(device, graphs and capturable(backbone.config))
         self.ends = frozenset(eos)
         self.eos = torch.tensor(sorted(self.ends) or [-1], device=device)
@@ -137,13 +136,13 @@ class Batch:
         return done
 
     def _refill(self, queue: deque[Job]) -> None:
-        """Close the gaps and admit new jobs when that pays: a sixteenth of the batch is free, or a smaller graph will do."""
+        """Close the gaps and admit jobs when it pays: a sixteenth of the batch is free, or a smaller graph will do."""
         live = sum(j is not None for j in self.jobs)
         free = self.slots - live
         if queue and free >= max(1, self.slots // 16):
             self._compact()
             self._admit([queue.popleft() for _ in range(min(free, len(queue)))])
-        elif not queue and self._bucket(live) < self._bucket(len(self.jobs)) or not live:
+        elif (not queue and self._bucket(live) < self._bucket(len(self.jobs))) or not live:
             self._compact()
 
     def _compact(self) -> None:
@@ -258,7 +257,7 @@ def choose(logits: Tensor, temperature: Tensor, seed: Tensor, count: Tensor) -> 
 
 
 def uniform(seed: Tensor, count: Tensor) -> Tensor:
-    """The count-th number of a seed's sequence, in [0, 1), the same on every device (splitmix64). [n], [n] -> [n] float64"""
+    """The count-th number of a seed's sequence, in [0, 1), the same on every device (splitmix64). Returns [n] float64."""
     x = seed + (count + 1) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)

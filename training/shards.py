@@ -129,8 +129,9 @@ class AnswerFolder:
                 continue
             self._count(path, rows)
             self.ids.update(r["id"] for r in rows)
-            for row in rows if keep else ():
-                keep(row)
+            if keep is not None:
+                for row in rows:
+                    keep(row)
         self.write_manifest()
 
     def _read_manifest(self) -> dict[str, str]:
@@ -144,7 +145,9 @@ class AnswerFolder:
         old, new = manifest["settings"], json.loads(json.dumps(self.settings))
         other = [f"{k}: {old.get(k)!r}, now {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
         if other:
-            raise ValueError(f"{self.folder} holds answers made with other settings ({'; '.join(other)}); use another folder")
+            raise ValueError(
+                f"{self.folder} holds answers made with other settings ({'; '.join(other)}); use another folder"
+            )
         return {s["file"]: s["sha256"] for s in manifest["shards"]}
 
     def _count(self, path: Path, rows: list[Row]) -> None:

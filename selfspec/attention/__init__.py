@@ -1,7 +1,7 @@
 """Attention backends behind one signature, and the function that transformers' layers call.
 
-A backend is `fn(query [N, H, R, D], key [N, Hkv, K, D], value [N, Hkv, K, Dv], rule, window, scale, softcap, sinks)` and
-returns [N, H, R, Dv]; `rule` is the `AttentionRule` of the forward. Each stands in its own file and in `BACKENDS`.
+A backend is `fn(query [N, H, R, D], key [N, Hkv, K, D], value [N, Hkv, K, Dv], rule, window, scale, softcap, sinks)`
+and returns [N, H, R, Dv]; `rule` is the `AttentionRule` of the forward. Each stands in its own file and in `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class AttentionRule:
         """The rule of a decoding layout without a mask over the prefix, built once.
 
         Returns:
-            int32: start [N]; limit [N, R], the prefix slots below it are visible; positions [N, R]; and uint8 [N, R, R],
+            int32: start [N]; limit [N, R], the prefix slots below it are visible; positions [N, R]; and uint8 [N, R,
+                R],
             which rows of the forward see which.
         """
         layout = self.layout

@@ -134,9 +134,8 @@ def attention(
     g = h // hkv
     n_splits = triton.cdiv(n_keys, SPLIT)
     block_m = min(64, max(16, triton.next_power_of_2(g * r)))
-    make = dict(device=query.device, dtype=torch.float32)
-    acc = torch.empty(n, h, r, n_splits, dv, **make)  # type: ignore[arg-type]
-    high = torch.empty(n, h, r, n_splits, **make)  # type: ignore[arg-type]
+    acc = torch.empty(n, h, r, n_splits, dv, device=query.device, dtype=torch.float32)
+    high = torch.empty(n, h, r, n_splits, device=query.device, dtype=torch.float32)
     total = torch.empty_like(high)
     out = query.new_empty(n, h, r, dv)
     bd, bdv = (max(16, triton.next_power_of_2(x)) for x in (d, dv))

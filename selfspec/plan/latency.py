@@ -11,7 +11,6 @@ import torch
 
 from selfspec import rows
 from selfspec.backbone import Backbone
-from selfspec.cache import KVCache
 from selfspec.draft.block import draft_inputs
 
 
@@ -56,7 +55,7 @@ def measure(
         graph: capture it in a CUDA graph first.
         repeats: timed runs after three warm ones.
     """
-    cache = KVCache(backbone.n_layers, n, context, r)
+    cache = backbone.new_cache(n, context, r)
     cache.lengths = [context] * n
     start = torch.full((n,), context, device=backbone.device)
     ids = torch.randint(backbone.vocab_size, (n, r), device=backbone.device)
