@@ -134,6 +134,8 @@ class SelfSpecModel:
         slots = min(slots or len(requests), len(requests))
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
         session = Session(self.backbone, plan, slots, capacity)
+        for request in requests:
+            session.check(request)
         waiting = list(requests)
         while waiting or session.active:
             free = slots - len(session.active)

@@ -86,7 +86,15 @@ class Session:
 
     @torch.no_grad()
     def add(self, requests: list[Request]) -> list[list[int]]:
-        """Prefill requests into free slots. Returns the first token of each, as `step` does."""
+        """Prefill requests into free slots. Returns the first token of each, as `step` does.
+
+        Raises:
+            ValueError: a request that cannot be served, or no free slot; nothing has changed then.
+        """
+        for r in requests:
+            self.check(r)
+        if not requests:
+            return []
         first = len(self.active)
         if first + len(requests) > self.cache.slots:
             raise ValueError(f"{first} of {self.cache.slots} slots are taken; {len(requests)} more do not fit")
@@ -101,6 +109,23 @@ class Session:
             r.stats.prompt_tokens = len(r.prompt)
         self._drop_finished()
         return emitted
+
+    def check(self, request: Request) -> None:
+        """Refuse what would fail, or end in wrong positions, once it runs beside others.
+
+        Raises:
+            ValueError: the request cannot be served; the message says why.
+        """
+        if not request.prompt:
+            raise ValueError("the prompt is empty")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={request.max_new_tokens}: expected 1 or more")
+        if min(request.prompt) < 0 or max(request.prompt) >= self.backbone.vocab_size:
+            raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
+        limit = min(self.cache.capacity, self.backbone.max_positions or self.cache.capacity)
+        length, new = len(request.prompt), request.max_new_tokens
+        if length + new > limit:
+            raise ValueError(f"a prompt of {length} tokens and {new} new ones exceed {limit} positions")
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:

@@ -301,6 +301,41 @@ def test_a_full_session_refuses_more_and_keeps_what_it_has():
     assert [first.output] == reference(model, [PROMPT], 4)
 
 
+BAD_REQUESTS = {
+    "empty": (Request([], 4), "empty"),
+    "nothing asked for": (Request(PROMPT, 0), "max_new_tokens=0"),
+    "longer than the slots": (Request(PROMPT, 11), "20 positions"),
+    "longer than the context": (Request(PROMPT * 6, 5), f"{POSITIONS} positions"),
+    "no such token": (Request([1, VOCAB], 2), f"0..{VOCAB - 1}"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_bad_request_is_refused_and_the_running_ones_go_on(name):
+    bad, message = BAD_REQUESTS[name]
+    model = model_of()
+    capacity = 100 if "context" in name else 20
+    session = Session(Backbone(model, path_of(model)), Plan("sequential", B), 3, capacity)
+    first, second = Request(PROMPT, 9), Request([5, 6], 7)
+    session.add([first])
+    session.step()
+    with pytest.raises(ValueError, match=message):
+        session.add([second, bad])
+    assert session.active == [first] and not bad.output and not second.output
+    assert session.add([]) == []
+    run(session, [second])
+    truth = reference(model, [first.prompt, second.prompt], 9)
+    assert first.output == truth[0] and second.output == truth[1][:7]
+
+
+def test_a_bad_request_is_found_before_any_is_run():
+    decoder = SelfSpecModel(model_of())
+    requests = [Request(PROMPT, 4), Request([5, 6], 4), Request(PROMPT * 6, 5)]
+    with pytest.raises(ValueError, match=f"{POSITIONS} positions"):
+        list(decoder.run(requests, decoder.plan(), slots=1))
+    assert not any(r.output for r in requests)
+
+
 def test_long_prompts_are_prefilled_in_chunks():
     model, prompts = model_of("Gemma3"), [(PROMPT * 4)[:37], PROMPT, (PROMPT * 3)[:24], [4]]
     body = Backbone(model)
