@@ -77,7 +77,7 @@ class MaskPathModel(nn.Module):
             [N, D, d] in the embeddings' dtype.
         """
         mask = self.mask.to(embeddings.dtype)
-        masks = mask[rows.slots] if len(mask) > 1 else mask[0]
+        masks = nn.functional.embedding(rows.slots, mask) if len(mask) > 1 else mask[0]
         if self.token is not None:
             embeddings = nn.functional.linear(embeddings, self.token.weight.to(embeddings.dtype))
         x = torch.where((rows.tokens >= 0)[..., None], embeddings, masks)

@@ -7,14 +7,16 @@ returns [N, H, R, Dv]; `rule` is the `AttentionRule` of the forward. Each stands
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from selfspec.attention.flex import block_mask, flex
 from selfspec.attention.sdpa import sdpa
 from selfspec.rows import RowLayout, attention_rule
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa}
+BACKENDS: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa, "flex": flex}
 NAME = "selfspec"  # this package's entry in transformers' AttentionInterface
 
 
@@ -30,12 +32,19 @@ class AttentionRule:
     def __init__(self, layout: RowLayout, n_keys: int, backend: str = "sdpa"):
         self.layout, self.n_keys, self.backend = layout, n_keys, BACKENDS[backend]
         self._masks: dict[int | None, Tensor] = {}
+        self._blocks: dict[int | None, Any] = {}
 
     def mask(self, window: int | None) -> Tensor:
         """The dense mask, built once per window. bool [N, R, K]"""
         if window not in self._masks:
             self._masks[window] = attention_rule(self.layout, self.n_keys, window)
         return self._masks[window]
+
+    def blocks(self, window: int | None):
+        """The rule as FlexAttention's `BlockMask`, built once per window."""
+        if window not in self._blocks:
+            self._blocks[window] = block_mask(self.layout, self.n_keys, window)
+        return self._blocks[window]
 
 
 def attend(

@@ -1,0 +1,192 @@
+"""Answered prompts: reading them, and packing them into rows of one length.
+
+An answer file is JSON lines (plain or gzipped) or parquet, one record `{id, prompt_ids, answer_ids}` each; the answer is
+the model's own, its EOS included where it ended by itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered prompt.
+
+    Attributes:
+        id: of the prompt.
+        prompt: token ids.
+        answer: token ids.
+    """
+
+    id: str
+    prompt: list[int]
+    answer: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """N rows of S tokens, each holding whole documents one after another.
+
+    Attributes:
+        tokens: [N, S] long, 0 where nothing stands.
+        positions: [N, S] long, position in the document.
+        segments: [N, S] long, document of the row; -1 where nothing stands.
+        answer: [N, S] bool, tokens that the model answered.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    segments: Tensor
+    answer: Tensor
+
+    def to(self, device: torch.device) -> Pack:
+        """The same on another device, without waiting for the copy."""
+        pin = device.type == "cuda"
+        parts = (self.tokens, self.positions, self.segments, self.answer)
+        return Pack(*((p.pin_memory() if pin else p).to(device, non_blocking=pin) for p in parts))
+
+
+def load_answers(paths: Iterable[str | Path] | str | Path, limit: int | None = None) -> list[Answer]:
+    """Read answer files; a folder stands for the answer files in it, in order of their names.
+
+    Args:
+        paths: files or folders.
+        limit: read no more than so many.
+
+    Raises:
+        FileNotFoundError: a path holds no answers.
+        ValueError: a record lacks `prompt_ids` or `answer_ids`.
+    """
+    out: list[Answer] = []
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        for file in _files(Path(path)):
+            for i, record in enumerate(_records(file)):
+                if limit is not None and len(out) >= limit:
+                    return out
+                try:
+                    prompt, answer = record["prompt_ids"], record["answer_ids"]
+                except (KeyError, TypeError):
+                    raise ValueError(f"{file}, record {i + 1}: expected the fields prompt_ids and answer_ids") from None
+                out.append(Answer(str(record.get("id", len(out))), list(prompt), list(answer)))
+    return out
+
+
+def _files(path: Path) -> list[Path]:
+    endings = (".jsonl", ".jsonl.gz", ".parquet")
+    files = sorted(p for p in path.iterdir() if p.name.endswith(endings)) if path.is_dir() else [path]
+    if not files or not all(f.exists() for f in files):
+        raise FileNotFoundError(f"no answers at {path}: expected a file or a folder of {', '.join(endings)}")
+    return files
+
+
+def _records(file: Path) -> Iterator[dict]:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        for batch in pq.ParquetFile(file).iter_batches():
+            yield from batch.to_pylist()
+        return
+    opened = gzip.open(file, "rt") if file.suffix == ".gz" else open(file)
+    with opened as lines:
+        for line in lines:
+            if line.strip():
+                yield json.loads(line)
+
+
+class Packer:
+    """Puts answers into rows of `length` tokens; which ones stand together changes with every epoch.
+
+    Args:
+        answers: documents; those that have no anchor (an answer of less than two tokens within `length`) are left out.
+        length: S, tokens of a row; longer documents lose their end.
+        rows: N, rows of a batch.
+        seed: of the order.
+
+    Attributes:
+        skipped: documents left out.
+        cut: documents that lost their end.
+    """
+
+    def __init__(self, answers: list[Answer], length: int, rows: int, seed: int = 0):
+        self.length, self.rows, self.seed = length, rows, seed
+        kept = [a for a in answers if len(a.answer) >= 2 and len(a.prompt) + 2 <= length]
+        self.skipped, self.cut = len(answers) - len(kept), sum(len(a) > length for a in kept)
+        if not kept:
+            raise ValueError(f"none of {len(answers)} answers has two tokens within {length} tokens of its prompt")
+        self._docs = [np.asarray((a.prompt + a.answer)[:length], dtype=np.int32) for a in kept]
+        self._prompts = np.array([len(a.prompt) for a in kept])
+        self._lengths = np.array([len(d) for d in self._docs])
+        self._starts = [0]  # first batch of every epoch that was laid out so far
+        self._epoch, self._plan = 0, self._lay_out(0)
+
+    def batch(self, index: int) -> Pack:
+        """The batch of a step; the same for the same index, in whatever order batches are asked for."""
+        while index >= self._starts[self._epoch] + len(self._plan):
+            if len(self._starts) == self._epoch + 1:
+                self._starts.append(self._starts[-1] + len(self._plan))
+            self._epoch += 1
+            self._plan = self._lay_out(self._epoch)
+        while index < self._starts[self._epoch]:
+            self._epoch -= 1
+            self._plan = self._lay_out(self._epoch)
+        return self.pack(self._plan[index - self._starts[self._epoch]])
+
+    def pack(self, plan: list[list[int]]) -> Pack:
+        """Rows from lists of documents."""
+        shape = (self.rows, self.length)
+        tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        segments, answer = np.full(shape, -1, np.int64), np.zeros(shape, bool)
+        for i, docs in enumerate(plan):
+            at = 0
+            for segment, doc in enumerate(docs):
+                n = int(self._lengths[doc])
+                tokens[i, at : at + n] = self._docs[doc]
+                positions[i, at : at + n] = np.arange(n)
+                segments[i, at : at + n] = segment
+                answer[i, at + int(self._prompts[doc]) : at + n] = True
+                at += n
+        return Pack(*(torch.from_numpy(x) for x in (tokens, positions, segments, answer)))
+
+    def in_order(self) -> list[list[list[int]]]:
+        """All documents once, next to one another as they came, as plans for `pack` (evaluation)."""
+        return self._batches(_fit(np.arange(len(self._docs)), self._lengths, self.length))
+
+    def _lay_out(self, epoch: int) -> list[list[list[int]]]:
+        random = np.random.default_rng((self.seed, epoch))
+        bins = _fit(random.permutation(len(self._docs)), self._lengths, self.length)
+        return self._batches([bins[i] for i in random.permutation(len(bins))], drop=True)
+
+    def _batches(self, bins: list[list[int]], drop: bool = False) -> list[list[list[int]]]:
+        end = len(bins) // self.rows * self.rows if drop and len(bins) >= self.rows else len(bins)
+        return [bins[i : i + self.rows] for i in range(0, end, self.rows)]
+
+
+def _fit(order: np.ndarray, lengths: np.ndarray, capacity: int, open_bins: int = 32) -> list[list[int]]:
+    """First fit over a window of open rows: every document goes where it first fits, full rows are closed."""
+    done: list[list[int]] = []
+    bins: list[tuple[int, list[int]]] = []
+    for doc in order.tolist():
+        n = int(lengths[doc])
+        at = next((i for i, (free, _) in enumerate(bins) if free >= n), None)
+        if at is None:
+            if len(bins) == open_bins:
+                done.append(bins.pop(min(range(len(bins)), key=lambda i: bins[i][0]))[1])
+            bins.append((capacity - n, [doc]))
+        else:
+            bins[at] = (bins[at][0] - n, [*bins[at][1], doc])
+    return done + [docs for _, docs in bins]
