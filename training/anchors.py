@@ -1,9 +1,9 @@
 """Anchors: where draft groups start in packed answers, what their rows hold, and what each row should predict.
 
 A group of B rows starts at an anchor, an answer position that at least one more answer token follows; it sees prefix
-positions below the anchor's, of its own document (random anchors: DFlash, arXiv 2602.06036). With the bonus known slot 0
-holds the anchor's token, with the bonus hidden a mask. Same-position prediction: slot j's label is the token at the
-anchor's position + j; a shifted path predicts one further.
+positions below the anchor's, of its own document (random anchors: DFlash, arXiv 2602.06036). With the bonus known
+slot 0 holds the anchor's token, with the bonus hidden a mask. Same-position prediction: slot j's label is the token at
+the anchor's position + j; a shifted path predicts one further.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def eligible(pack: Pack) -> Tensor:
 
 
 def sample(pack: Pack, n: int, random: torch.Generator) -> Tensor:
-    """n random anchors of every row, without repeats, in order of their slots; -1 pads. [N, n]"""
+    """n random anchors of every row, without repeats, in order of their slots; -1 pads. Drawn on the host. [N, n]"""
     able = eligible(pack)
-    noise = torch.rand(able.shape, generator=random).to(able.device)
-    noise = noise.masked_fill(~able, -1)
+    noise = torch.rand(able.shape, generator=random).masked_fill(~able, -1)
     n_able = min(n, able.shape[1])
     value, slot = noise.topk(n_able, 1)
     last = able.shape[1]

@@ -55,6 +55,7 @@ class TrainConfig:
         eval_every: minutes between validations; 0 validates at the end only.
         save_every: minutes between checkpoints.
         resume: go on from the checkpoint in `out` if there is one.
+        profile: steps to run under torch's profiler first; the table is written to `profile.txt`.
     """
 
     model: str = ""
@@ -66,7 +67,7 @@ class TrainConfig:
     eval: dict[str, Any] = field(default_factory=dict)
     adapter: dict[str, Any] = field(default_factory=lambda: {"mask_embedding": "per_slot"})
     init: str = ""
-    objectives: dict[str, Any] = field(default_factory=lambda: {"ce": 0.5, "dpace": 0.5})
+    objectives: dict[str, Any] = field(default_factory=lambda: {"ce": 1.0, "dpace": 0.3})
     length: int = 1024
     rows: int = 12
     anchors: int = 128
@@ -93,6 +94,7 @@ class TrainConfig:
     eval_every: float = 2.0
     save_every: float = 4.0
     resume: bool = False
+    profile: int = 0
 
     def __post_init__(self) -> None:
         for name in ("data", "valid"):

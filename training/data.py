@@ -1,7 +1,7 @@
 """Answered prompts: reading them, and packing them into rows of one length.
 
-An answer file is JSON lines (plain or gzipped) or parquet, one record `{id, prompt_ids, answer_ids}` each; the answer is
-the model's own, its EOS included where it ended by itself.
+An answer file is JSON lines (plain or gzipped) or parquet, one record `{id, prompt_ids, answer_ids}` each; the answer
+is the model's own, its EOS included where it ended by itself.
 """
 
 from __future__ import annotations
@@ -56,9 +56,12 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same on another device, without waiting for the copy."""
-        pin = device.type == "cuda"
-        parts = (self.tokens, self.positions, self.segments, self.answer)
-        return Pack(*((p.pin_memory() if pin else p).to(device, non_blocking=pin) for p in parts))
+        return Pack(*(send(x, device) for x in (self.tokens, self.positions, self.segments, self.answer)))
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device; the host doesn't wait for what the device still has to do."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def load_answers(paths: Iterable[str | Path] | str | Path, limit: int | None = None) -> list[Answer]:
@@ -101,8 +104,7 @@ def _records(file: Path) -> Iterator[dict]:
         for batch in pq.ParquetFile(file).iter_batches():
             yield from batch.to_pylist()
         return
-    opened = gzip.open(file, "rt") if file.suffix == ".gz" else open(file)
-    with opened as lines:
+    with gzip.open(file, "rt") if file.suffix == ".gz" else open(file) as lines:
         for line in lines:
             if line.strip():
                 yield json.loads(line)

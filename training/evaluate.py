@@ -1,7 +1,7 @@
 """Teacher-forced tau: how many tokens a round would emit, without decoding.
 
-A group is drafted at every answer position at once, in forwards of the training kind. Replaying the rounds then needs no
-model: start at the answer's first token (the prefill emits it), accept the slots that match the answer up to the first
+A group is drafted at every answer position at once, in forwards of the training kind. Replaying the rounds then needs
+no model: start at the answer's first token (the prefill emits it), accept the slots that match the answer up to the first
 miss, add the bonus, jump there. With greedy answers of the same model this is what decoding does, round for round.
 """
 
@@ -53,7 +53,7 @@ def evaluate(
         answers: the model's greedy answers; those that do not fit a row are left out.
         batching: of the forwards.
         layouts: "known" drafts once the bonus is there; "hidden" drafts beside the verification (the first round of an
-            answer is a known one, there being nothing to ride with).
+            answer is a known one, as there is nothing to ride with).
         block_size: B; None takes the path's own.
 
     Returns:
@@ -70,15 +70,15 @@ def evaluate(
     for plan in packer.in_order():
         pack = packer.pack(plan).to(backbone.device)
         cache, _, taps = run_clean(backbone, pack)
-        lengths = {}
+        matches = {}
         for layout in sorted({"known", *layouts}):
-            lengths[layout] = _accepted(backbone, head, pack, cache, taps, batching.anchors, size, layout).cpu()
+            matches[layout] = _matches(backbone, head, pack, cache, taps, batching.anchors, size, layout).cpu()
         segments, able = pack.segments.cpu(), anchoring.eligible(pack).cpu()
         for i, docs in enumerate(plan):
             for segment in range(len(docs)):
                 at = able[i] & (segments[i] == segment)
                 for layout in layouts:
-                    replays[layout].append(replay(lengths[layout][i][at], lengths["known"][i][at]))
+                    replays[layout].append(replay(matches[layout][i][at], matches["known"][i][at]))
     for layout, results in replays.items():
         stats = [s for s, _ in results]
         tries = torch.stack([t for _, t in results]).sum(0).tolist()
@@ -94,22 +94,22 @@ def evaluate(
     return out
 
 
-def replay(accepted: Tensor, first: Tensor | None = None) -> tuple[Stats, Tensor]:
-    """The rounds of one answer.
+def replay(matches: Tensor, first: Tensor | None = None) -> tuple[Stats, Tensor]:
+    """The rounds of one answer of n tokens.
 
     Args:
-        accepted: [n - 1, T] long or [n - 1] long. Accepted slots of a group at each of an answer's n positions but the
-            last; the two-dimensional form holds for every slot 1 where it matches, 0 where it misses and -1 past the end.
+        matches: [n - 1, T] long, for a group at each position but the last: 1 where a slot matches, 0 where it misses,
+            -1 past the end.
         first: the same for the first round, when that is drafted in another layout.
 
     Returns:
         The rounds, and [2, T] how often each slot was reached and taken.
     """
-    stats, n = Stats(), len(accepted)
-    tries = torch.zeros(2, accepted.shape[1], dtype=torch.long)
+    stats, n = Stats(), len(matches)
+    tries = torch.zeros(2, matches.shape[1], dtype=torch.long)
     at = 0
     while at < n:
-        row = accepted[at] if at or first is None else first[at]
+        row = matches[at] if at or first is None else first[at]
         reached = torch.cat([torch.ones(1, dtype=torch.long), (row == 1).long()[:-1]]).cumprod(0) * (row >= 0)
         taken = int((row == 1).long().cumprod(0).sum())
         tries += torch.stack([reached, reached * (row == 1)])
@@ -119,7 +119,7 @@ def replay(accepted: Tensor, first: Tensor | None = None) -> tuple[Stats, Tensor
     return stats, tries
 
 
-def _accepted(
+def _matches(
     backbone: Backbone, head: Head, pack: Pack, cache, taps: Tensor | None, n: int, size: int, layout: str
 ) -> Tensor:
     """For a group at every slot of a pack, which of its drafts match: 1, 0, or -1 past the end. [N, S, B - 1]"""

@@ -71,7 +71,9 @@ class _Compiled(nn.Module):
         super().__init__()
         self.layer, self.index, self.window, self.run, self.cache_name = layer, index, window, run, cache_name
 
-    def forward(self, x: Tensor, attention_mask, position_ids, position_embeddings, use_cache: bool, **kwargs) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask, position_ids, position_embeddings, use_cache: bool, **kwargs
+    ) -> Tensor:
         cache = kwargs[self.cache_name]
         rule = attention_mask
         mask = rule.blocks(self.window) if rule.backend is BACKENDS["flex"] else rule.mask(self.window)

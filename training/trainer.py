@@ -21,9 +21,9 @@ from selfspec.adapters import MaskPathModel
 from selfspec.backbone import Backbone
 from selfspec.training import anchors as anchoring
 from selfspec.training import checkpoint
-from selfspec.training.anchors import IGNORE, Groups
+from selfspec.training.anchors import Groups
 from selfspec.training.config import TrainConfig
-from selfspec.training.data import Answer, Pack, Packer, load_answers
+from selfspec.training.data import Answer, Pack, Packer, load_answers, send
 from selfspec.training.evaluate import Batching, evaluate
 from selfspec.training.head import Head
 from selfspec.training.objectives import Slots
@@ -92,7 +92,7 @@ class Trainer:
             groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=cuda or None
         )
         self.batching = Batching(config.length, config.rows, config.anchors)
-        self.step, self.elapsed, self.anchors_seen = 0, 0.0, 0.0
+        self.step, self.elapsed = 0, 0.0
         self.stop = False
         self.out = Path(config.out)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -101,22 +101,22 @@ class Trainer:
 
     # --- one step -----------------------------------------------------------------------------------------------------
 
-    def groups(self, pack: Pack, index: int) -> Groups:
-        """The draft groups of a micro-batch, drawn from the seed and its index alone."""
+    def draw(self, index: int) -> tuple[Pack, Groups]:
+        """A micro-batch and its draft groups, drawn from the seed and its index alone."""
         c, p = self.config, self.path_config
         random = anchoring.generator(c.seed, index)
+        pack = self.packer.batch(index)
         anchors = anchoring.sample(pack, c.anchors, random)
         hidden = splits = None
         if "hidden" in p.layouts:
-            share = c.hidden_share if "known" in p.layouts else 1.0
-            hidden = (torch.rand(anchors.shape, generator=random) < share).to(self.device)
+            hidden = torch.rand(anchors.shape, generator=random) < (c.hidden_share if "known" in p.layouts else 1.0)
         if p.prefix_splits:
-            s = torch.randint(1, p.block_size - 1, anchors.shape, generator=random)
-            s[torch.rand(anchors.shape, generator=random) >= c.split_share] = 0
-            splits = s.to(self.device)
-            if hidden is not None:
-                splits = splits.masked_fill(hidden, 0)
-        return anchoring.groups(pack, anchors, p.block_size, hidden, splits, p.shift, p.causal)
+            splits = torch.randint(1, p.block_size - 1, anchors.shape, generator=random)
+            splits = splits.masked_fill(torch.rand(anchors.shape, generator=random) >= c.split_share, 0)
+            splits = splits if hidden is None else splits.masked_fill(hidden, 0)
+        anchors, hidden, splits = (None if x is None else send(x, self.device) for x in (anchors, hidden, splits))
+        pack = pack.to(self.device)
+        return pack, anchoring.groups(pack, anchors, p.block_size, hidden, splits, p.shift, p.causal)
 
     def slots(self, pack: Pack, groups: Groups) -> tuple[Slots, Tensor]:
         """Run a micro-batch. Returns what the objectives read, and [G, T] slots whose guess is right."""
@@ -145,8 +145,7 @@ class Trainer:
         """One optimizer step. Returns what may be logged, still on the device."""
         c = self.config
         first = self.step * c.accumulate
-        packs = [self.packer.batch(first + i).to(self.device) for i in range(c.accumulate)]
-        batches = [(pack, self.groups(pack, first + i)) for i, pack in enumerate(packs)]
+        batches = [self.draw(first + i) for i in range(c.accumulate)]
         divisors = torch.zeros(len(self.mix.terms), device=self.device)
         for _, groups in batches:
             steps, labels = self._labels(groups)
@@ -198,7 +197,7 @@ class Trainer:
         self._log({"event": "start", "step": self.step, "docs": len(self.packer._docs), "skipped": self.packer.skipped,
                    "cut": self.packer.cut, "params": sum(p.numel() for p in self.params), "setup_s": self._since()})  # fmt: skip
         last_eval = last_save = time.perf_counter()
-        begin_step, mark, counted = self.step, time.perf_counter(), self.step
+        begin_step, counted = self.step, self.step
         mark_elapsed, groups = self.elapsed, torch.zeros((), device=self.device)
         while self.progress < 1 and not self.stop:
             before = time.perf_counter()
@@ -213,9 +212,11 @@ class Trainer:
                     (wait[-1] if done <= WARM_STEPS else wait.pop(0)).synchronize()
             now = time.perf_counter()
             if done <= WARM_STEPS:
-                mark, counted, mark_elapsed = now, self.step, self.elapsed
+                counted, mark_elapsed = self.step, self.elapsed
                 groups.zero_()
                 self._log({"event": "warm", "step": self.step, "seconds": round(now - before, 2)})
+                if c.profile and done == WARM_STEPS:
+                    self._profile(c.profile)
             else:
                 self.elapsed += now - before
             if self.step % c.log_every == 0 and done > WARM_STEPS:
@@ -229,7 +230,6 @@ class Trainer:
                            "elapsed_s": round(self.elapsed, 2), "lr": c.lr * self.rate(self.progress), **values,
                            "ms": round(1000 * seconds / max(1, self.step - counted), 2),
                            "anchors_s": round(n / seconds), "memory_gib": self._memory()})  # fmt: skip
-                self.anchors_seen += n
                 groups.zero_()
                 counted, mark_elapsed = self.step, self.elapsed
             now = time.perf_counter()
@@ -316,6 +316,19 @@ class Trainer:
         self._swap(weights)
         checkpoint.save_adapter(self.path, self.out / "adapter", self.model)
         self._swap(weights)
+
+    def _profile(self, steps: int) -> None:
+        """Train some steps under the profiler; the table of kernels stands beside the log."""
+        from torch.profiler import profile
+
+        with profile() as profiler:
+            for _ in range(steps):
+                self.train_step()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+        key = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90)
+        (self.out / "profile.txt").write_text(table)
 
     def _since(self) -> float:
         """Seconds since this call began."""

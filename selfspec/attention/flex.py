@@ -1,7 +1,8 @@
 """FlexAttention: the attention rule as a function of indices, so that whole blocks of keys nobody sees cost nothing.
 
-Meant for training, where thousands of draft rows read packed prefixes. Layouts of draft rows alone and plain chains get a
-rule of a few integer comparisons; every other layout looks its dense mask up.
+Meant for training, where thousands of draft rows read packed prefixes. Layouts of draft rows alone and plain chains get
+a rule of a few integer comparisons; every other layout looks its dense mask up. What draft rows read of a prefix is a
+constant of the loss (`PrefixCache` detaches it), so the backward pass leaves the prefix's keys and values out.
 """
 
 from __future__ import annotations
@@ -67,9 +68,21 @@ def block_mask(layout: RowLayout, n_keys: int, window: int | None = None) -> Blo
     def visible(batch, head, row, slot):
         return allow(tensors, batch, row, slot)
 
-    return BlockMask.from_kv_blocks(
-        *_ordered(some), *_ordered(full), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(layout.n_rows, n_keys)
+    # which rows read a block of keys is asked for the gradient of the keys alone; nobody does where there is none
+    constant = (n_keys - layout.n_rows) // BLOCK if kind == "draft" else 0
+    wanted = torch.arange(counts.shape[2], device=counts.device)[:, None] >= constant
+    (n_some, i_some), (n_full, i_full) = (_ordered(x.transpose(1, 2) & wanted) for x in (some, full))
+    mask = BlockMask.from_kv_blocks(
+        *_ordered(some),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(layout.n_rows, n_keys),
+        compute_q_blocks=False,
     )
+    mask.q_num_blocks, mask.q_indices = n_some, i_some
+    mask.full_q_num_blocks, mask.full_q_indices = n_full, i_full
+    return mask
 
 
 def _tensors(layout: RowLayout, n_keys: int, window: int | None) -> tuple[str, tuple[Tensor, ...]]:
