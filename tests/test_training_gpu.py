@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from selfspec.attention import BACKENDS, AttentionRule
 from selfspec.rows import RowLayout
 from selfspec.training import anchors as anchoring

@@ -136,6 +136,9 @@ class Packer:
         self._starts = [0]  # first batch of every epoch that was laid out so far
         self._epoch, self._plan = 0, self._lay_out(0)
 
+    def __len__(self) -> int:
+        return len(self._docs)
+
     def batch(self, index: int) -> Pack:
         """The batch of a step; the same for the same index, in whatever order batches are asked for."""
         while index >= self._starts[self._epoch] + len(self._plan):

@@ -48,8 +48,8 @@ def run_draft(backbone: Backbone, groups: Groups, cache: PrefixCache, taps: Tens
 def compile_layers(backbone: Backbone, **options) -> None:
     """Let every layer run through one compiled function: compiled once, used by all layers.
 
-    What would make the layers differ in the compiler's eyes is taken out: their index, the cache and the rule object stay
-    outside, and keys, values and the block mask go in as tensors. The backbone then serves training forwards only.
+    What would make the layers differ in the compiler's eyes is taken out: their index, the cache and the rule object
+    stay outside, and keys, values and the block mask go in as tensors. The backbone then serves training forwards only.
 
     Args:
         backbone: its layers are wrapped in place; the user's model isn't touched.

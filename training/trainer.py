@@ -99,7 +99,7 @@ class Trainer:
         if config.resume:
             self._resume()
 
-    # --- one step -----------------------------------------------------------------------------------------------------
+    # one step
 
     def draw(self, index: int) -> tuple[Pack, Groups]:
         """A micro-batch and its draft groups, drawn from the seed and its index alone."""
@@ -171,7 +171,7 @@ class Trainer:
             torch._foreach_lerp_(self.ema, [p.detach() for p in self.params], 1 - decay)
         return logs
 
-    # --- schedule -----------------------------------------------------------------------------------------------------
+    # schedule
 
     @property
     def progress(self) -> float:
@@ -189,13 +189,14 @@ class Trainer:
         at = (progress - c.warmup) / max(1e-9, 1 - c.warmup)
         return c.final_lr + (1 - c.final_lr) * 0.5 * (1 + math.cos(math.pi * at))
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # the loop
 
     def train(self) -> dict[str, Any]:
         """Train until the schedule, this call's time or the process is told to end. Returns the report."""
         c, wait = self.config, []
-        self._log({"event": "start", "step": self.step, "docs": len(self.packer._docs), "skipped": self.packer.skipped,
-                   "cut": self.packer.cut, "params": sum(p.numel() for p in self.params), "setup_s": self._since()})  # fmt: skip
+        size = sum(p.numel() for p in self.params)
+        data = {"docs": len(self.packer), "skipped": self.packer.skipped, "cut": self.packer.cut}
+        self._log({"event": "start", "step": self.step, **data, "params": size, "setup_s": self._since()})
         last_eval = last_save = time.perf_counter()
         begin_step, counted = self.step, self.step
         mark_elapsed, groups = self.elapsed, torch.zeros((), device=self.device)
@@ -212,11 +213,11 @@ class Trainer:
                     (wait[-1] if done <= WARM_STEPS else wait.pop(0)).synchronize()
             now = time.perf_counter()
             if done <= WARM_STEPS:
-                counted, mark_elapsed = self.step, self.elapsed
-                groups.zero_()
                 self._log({"event": "warm", "step": self.step, "seconds": round(now - before, 2)})
                 if c.profile and done == WARM_STEPS:
                     self._profile(c.profile)
+                counted, mark_elapsed = self.step, self.elapsed
+                groups.zero_()
             else:
                 self.elapsed += now - before
             if self.step % c.log_every == 0 and done > WARM_STEPS:
@@ -289,12 +290,18 @@ class Trainer:
             p.copy_(q)
             q.copy_(kept)
 
-    # --- what is kept ---------------------------------------------------------------------------------------------------
+    # what is kept
 
     def save(self) -> None:
         """Write the checkpoint."""
-        state = {"path": self.path.state_dict(), "ema": self.ema, "optimizer": self.optimizer.state_dict(),
-                 "step": self.step, "elapsed": self.elapsed, "adapter": json.dumps(self.path_config.to_dict())}  # fmt: skip
+        state = {
+            "path": self.path.state_dict(),
+            "ema": self.ema,
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "elapsed": self.elapsed,
+            "adapter": json.dumps(self.path_config.to_dict()),
+        }
         checkpoint.save(self.out, state)
 
     def _resume(self) -> None:

@@ -1,7 +1,7 @@
 """Training objectives: small dataclasses in a registry, one file each, composable by name and weight.
 
-An objective turns per-slot quantities into a sum over slots, and says what the sum is divided by. The divisor depends on
-the labels alone, so that it can be added up over micro-batches and processes before any of them runs.
+An objective turns per-slot quantities into a sum over slots, and says what the sum is divided by. The divisor depends
+on the labels alone, so that it can be added up over micro-batches and processes before any of them runs.
 """
 
 from __future__ import annotations
