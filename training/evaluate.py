@@ -2,7 +2,7 @@
 
 A group is drafted at every answer position at once, in forwards of the training kind. Replaying the rounds then needs
 no model: start at the answer's first token (the prefill emits it), accept the slots that match the answer up to the
-first miss, add the bonus, jump there. With greedy answers of the same model this is what decoding does, round for round.
+first miss, add the bonus, jump there. With greedy answers of the same model that is what decoding does, by the round.
 """
 
 from __future__ import annotations
