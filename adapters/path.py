@@ -79,6 +79,8 @@ class MaskPathModel(nn.Module):
         """
         mask = self.mask.to(embeddings.dtype)
         masks = mask[rows.slots] if len(mask) > 1 else mask[0]
+        if len(mask) > 1 and torch.is_grad_enabled():  # the same values; the gradient is one matrix product
+            masks = (rows.slots[..., None] == torch.arange(len(mask), device=mask.device)).to(mask) @ mask
         if self.token is not None:
             embeddings = nn.functional.linear(embeddings, self.token.weight.to(embeddings.dtype))
         x = torch.where((rows.tokens >= 0)[..., None], embeddings, masks)

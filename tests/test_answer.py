@@ -143,7 +143,7 @@ def test_rows_and_manifest(model, tokenizer, tmp_path, format):
         assert row["answer_ids"] == own(model, row["prompt_ids"], 12)
         assert row["temperature"] == 0 and (row["finish_reason"] == "stop") == (row["answer_ids"][-1] == EOS)
     answers = load_answers([str(tmp_path)])
-    assert [(a.id, a.prompt_ids, a.answer_ids) for a in answers] == [
+    assert [(a.id, a.prompt, a.answer) for a in answers] == [
         (r["id"], r["prompt_ids"], r["answer_ids"]) for r in rows
     ]
 
@@ -244,9 +244,9 @@ def test_turns_see_the_models_own_answers(model, tokenizer, tmp_path):
         messages.append(user[turn])
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         row = rows[f"a#{turn + 1}"]
-        assert row.prompt_ids == prompt
-        assert row.answer_ids == own(model, prompt, 8)
-        said = row.answer_ids[:-1] if row.answer_ids[-1] == EOS else row.answer_ids
+        assert row.prompt == prompt
+        assert row.answer == own(model, prompt, 8)
+        said = row.answer[:-1] if row.answer[-1] == EOS else row.answer
         messages.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)})
 
 
@@ -254,7 +254,7 @@ def test_the_context_caps_the_answer(model, tokenizer, tmp_path):
     talks = [Conversation("near", ({"role": "user", "content": text([5] * 250)},))]
     answer(model, tokenizer, talks, tmp_path, AnswerOptions(40, format="jsonl"), quiet=True)
     (row,) = load_answers([str(tmp_path)])
-    assert len(row.prompt_ids) + len(row.answer_ids) <= 256
+    assert len(row.prompt) + len(row.answer) <= 256
 
 
 def test_prompt_files(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from transformers import AttentionInterface
 
 from selfspec.rows import RowLayout, attention_rule, row_to_row
 
-BACKENDS = ("sdpa", "triton")  # each a module here, imported when it is first asked for
+BACKENDS = ("sdpa", "flex", "triton")  # each a module here, imported when it is first asked for
 NAME = "selfspec"  # this package's entry in transformers' AttentionInterface
 
 
@@ -50,6 +51,7 @@ class AttentionRule:
     def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa", asked: set[int | None] | None = None):
         self.layout, self.n_keys, self.backend, self.asked = layout, n_keys, backend(name), asked
         self._masks: dict[int | None, Tensor] = {}
+        self._blocks: dict[int | None, Any] = {}
         self._compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def prepare(self, windows: Iterable[int | None]) -> AttentionRule:
@@ -69,6 +71,12 @@ class AttentionRule:
         if window not in self._masks:
             self._masks[window] = attention_rule(self.layout, self.n_keys, window)
         return self._masks[window]
+
+    def blocks(self, window: int | None):
+        """The rule as FlexAttention's `BlockMask`, built once per window."""
+        if window not in self._blocks:
+            self._blocks[window] = self.backend.block_mask(self.layout, self.n_keys, window)
+        return self._blocks[window]
 
     def compact(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The rule of a decoding layout without a mask over the prefix, built once.

@@ -1,0 +1,230 @@
+"""The trainer: what it learns, what it leaves alone, what it keeps, and that its tau is the decoder's."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from selfspec.adapters import MaskPathConfig, MaskPathModel
+from selfspec.backbone import Backbone
+from selfspec.plan import Plan
+from selfspec.session import Request, Session
+from selfspec.stats import mean_tau, total
+from selfspec.training.config import TrainConfig
+from selfspec.training.data import Answer
+from selfspec.training.evaluate import Batching, evaluate
+from selfspec.training.head import Head
+from selfspec.training.step import compile_layers
+from selfspec.training.trainer import Trainer, main
+
+torch.set_num_threads(1)
+V = 61
+
+
+def tiny(dtype=torch.float32, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@torch.no_grad()
+def answered(model: LlamaForCausalLM, n: int, longest: int = 30) -> list[Answer]:
+    """Greedy answers that end with their third-last distinct token as EOS, so that the cap plays no part."""
+    backbone, out = Backbone(model), []
+    for i in range(n):
+        random = torch.Generator().manual_seed(i)
+        prompt = torch.randint(V, (3 + i % 5,), generator=random).tolist()
+        session = Session(backbone, Plan("ar"), 1, 128)
+        request = Request(prompt, longest)
+        session.add([request])
+        while session.active:
+            session.step()
+        last = max(request.output.index(t) for t in set(request.output))
+        out.append(Answer(str(i), prompt, request.output[: last + 1]))
+    return out
+
+
+def config(out, **fields) -> TrainConfig:
+    base = dict(
+        out=str(out), adapter={"block_size": 4, "mask_embedding": "per_slot"}, length=48, rows=2, anchors=8,
+        max_steps=8, log_every=2, lr=3e-3, valid_docs=2, eval_every=0, save_every=0, dtype="float32",
+    )  # fmt: skip
+    return TrainConfig.from_dict(base | fields)
+
+
+def perturbed(model, fields: dict) -> MaskPathModel:
+    """A path that differs from the base, and still often agrees with it."""
+    torch.manual_seed(1)
+    path = MaskPathModel(model, MaskPathConfig(**fields))
+    for p in path.parameters():
+        p.data += 0.02 * torch.randn_like(p)
+    return path
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mask_embedding": "per_slot", "layouts": ("known", "hidden")},
+        {"shift": True},
+        {"causal": True},
+        {"entry": 1, "taps": (1,), "tuning": "lora", "rank": 4},
+    ],
+)
+def test_teacher_forced_tau_is_the_decoders(fields: dict) -> None:
+    model = tiny(torch.float64, layers=3)
+    block = 5
+    backbone = Backbone(model, perturbed(model, {"block_size": block, **fields}))
+    answers = [a for a in answered(model, 12) if len(a.answer) >= 2]
+    layouts = fields.get("layouts", ("known",))
+    got = evaluate(backbone, Head(backbone), answers, Batching(64, 3, 7), layouts)
+    for layout, mode in (("known", "sequential"), ("hidden", "overlap")):
+        if layout not in layouts:
+            continue
+        stats = []
+        for a in answers:
+            session = Session(backbone, Plan(mode, block), 1, 128)
+            # the answer ends at the first token that only its end has
+            request = Request(a.prompt, 100, frozenset(a.answer[-1:]) - frozenset(a.answer[:-1]))
+            session.add([request])
+            while session.active:
+                session.step()
+            assert request.output == a.answer
+            stats.append(request.stats)
+        whole = total(stats)
+        assert got[layout]["rounds"] == whole.rounds and got[layout]["tokens"] == whole.tokens
+        assert got[layout]["tau"] == whole.tau and got[layout]["mean_tau"] == pytest.approx(mean_tau(stats))
+
+
+def test_one_sample_is_learned_by_heart(tmp_path) -> None:
+    model = tiny()
+    answer = max(answered(model, 20), key=lambda a: len(a.answer))
+    fields = config(tmp_path, max_steps=250, lr=1e-2, anchors=24, rows=1, log_every=1000, ema=0.9, warmup=0.1)
+    trainer = Trainer(fields, model, [answer], [answer])
+    before = trainer.evaluate([answer])["known"]["tau"]
+    report = trainer.train()
+    after = report["valid"]["known"]
+    assert after["acceptance"] == [1.0, 1.0, 1.0] and after["tau"] > max(3.0, before)
+
+
+def test_the_base_is_left_alone_and_the_loss_falls(tmp_path) -> None:
+    model = tiny()
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    trainer = Trainer(config(tmp_path, max_steps=40), model, answered(model, 12))
+    start = {k: v.clone() for k, v in trainer.path.state_dict().items()}
+    first = float(trainer.train_step()["loss"])
+    for _ in range(39):
+        last = float(trainer.train_step()["loss"])
+    assert last < 0.8 * first
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None and not p.requires_grad for p in model.parameters())
+    assert all(not torch.equal(v, start[k]) for k, v in trainer.path.state_dict().items())  # every part learns
+
+
+def test_clean_rows_have_no_gradient(tmp_path) -> None:
+    model = tiny()
+    trainer = Trainer(config(tmp_path), model, answered(model, 12))
+    pack, groups = trainer.draw(0)
+    slots, _ = trainer.slots(pack, groups)
+    assert slots.logp.requires_grad
+    from selfspec.training.step import run_clean
+
+    cache, hidden, _ = run_clean(trainer.backbone, pack)
+    assert not hidden.requires_grad and not any(t.requires_grad for t in [*cache.keys, *cache.values])
+
+
+def test_two_micro_batches_are_one_large_batch(tmp_path) -> None:
+    """Divisors are taken over the whole step, not per micro-batch."""
+    answers = answered(tiny(), 16)
+    grads = []
+    for rows, accumulate in ((4, 1), (2, 2)):
+        trainer = Trainer(config(tmp_path, rows=rows, accumulate=accumulate, anchors=40, length=40), tiny(), answers)
+        seen = []
+        trainer.optimizer.step = lambda seen=seen, t=trainer: seen.extend(p.grad.clone() for p in t.params)
+        trainer.train_step()  # 40 anchors take every position, whatever the draw
+        grads.append(seen)
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
+def test_an_interrupted_run_ends_like_an_unbroken_one(tmp_path) -> None:
+    answers = answered(tiny(), 12)
+    objectives = {"ce": 1.0, "dpace": 0.5, "kl": 0.1}
+    fields = dict(adapter={"block_size": 4, "layouts": ["known", "hidden"], "prefix_splits": True},
+                  objectives=objectives)  # fmt: skip
+    whole = Trainer(config(tmp_path / "a", **fields), tiny(), answers)
+    whole.train()
+    cut = Trainer(config(tmp_path / "b", **fields), tiny(), answers)
+    for _ in range(5):  # past an epoch's end
+        cut.train_step()
+    cut.stop = True
+    assert cut.train()["finished"] is False
+    rest = Trainer(config(tmp_path / "b", resume=True, **fields), tiny(), answers)
+    assert rest.step == 5
+    assert rest.train()["finished"]
+    for a, b in zip(whole.params, rest.params, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(whole.ema, rest.ema, strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="another adapter configuration"):
+        Trainer(config(tmp_path / "b", resume=True), tiny(), answers)
+
+
+def test_the_schedule_follows_the_clock(tmp_path) -> None:
+    trainer = Trainer(config(tmp_path, max_steps=0, minutes=10.0, warmup=0.1), tiny(), answered(tiny(), 12))
+    rates = []
+    for minute in range(11):
+        trainer.elapsed = 60.0 * minute
+        rates.append(trainer.rate(trainer.progress))
+    assert rates[1] == 1 and rates[0] > 0 and rates[10] == pytest.approx(0.02)
+    assert all(a > b for a, b in itertools.pairwise(rates[1:]))
+
+
+def test_compiled_layers_share_one_graph(tmp_path) -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    answers = answered(tiny(), 12)
+    plain = Trainer(config(tmp_path), tiny(layers=4), answers)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = Trainer(config(tmp_path), tiny(layers=4), answers)
+    compile_layers(compiled.backbone, backend=counter)
+    for _ in range(3):
+        want, got = plain.train_step()["loss"], compiled.train_step()["loss"]
+        torch.testing.assert_close(got, want)
+    assert counter.frame_count == 2  # clean rows, draft rows
+
+
+def test_command_line(tmp_path, capsys) -> None:
+    model = tiny()
+    model.save_pretrained(tmp_path / "model")
+    with open(tmp_path / "answers.jsonl", "w") as f:
+        for a in answered(model, 12):
+            f.write(json.dumps({"id": a.id, "prompt_ids": a.prompt, "answer_ids": a.answer}) + "\n")
+    args = [f"model={tmp_path / 'model'}", f"data={tmp_path / 'answers.jsonl'}", f"out={tmp_path / 'out'}",
+            f"eval.train={tmp_path / 'answers.jsonl'}", "adapter.block_size=4", "length=48", "rows=2", "anchors=8",
+            "max_steps=3", "log_every=1", "dtype=float32"]  # fmt: skip
+    assert main(args) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["finished"] and report["eval"]["train"]["known"]["responses"] == 12
+    assert report["config"]["adapter"] == {"mask_embedding": "per_slot", "block_size": 4}
+    assert any((tmp_path / "out" / "adapter").iterdir())
+    log = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert {json.loads(line)["event"] for line in log} >= {"start", "step", "eval"}
+    assert main([*args, "lrr=1"]) == 2
+    assert "unknown fields: lrr" in capsys.readouterr().err
+    assert main([*args, "rows=many"]) == 2
+    assert main(["model=x"]) == 2
+
+
+def test_configuration_round_trip(tmp_path) -> None:
+    first = TrainConfig.load(None, ["lr=1e-3", 'adapter.layouts=["known","hidden"]', "objectives.kl.top_k=8"])
+    assert first.path.layouts == ("known", "hidden") and first.objectives["kl"] == {"top_k": 8}
+    (tmp_path / "c.json").write_text(json.dumps(first.to_dict()))
+    assert TrainConfig.load(tmp_path / "c.json") == first

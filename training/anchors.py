@@ -1,0 +1,131 @@
+"""Anchors: where draft groups start in packed answers, what their rows hold, and what each row should predict.
+
+A group of B rows starts at an anchor, an answer position that at least one more answer token follows; it sees prefix
+positions below the anchor's, of its own document (random anchors: DFlash, arXiv 2602.06036). With the bonus known
+slot 0 holds the anchor's token, with the bonus hidden a mask. Same-position prediction: slot j's label is the token at
+the anchor's position + j; a shifted path predicts one further.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec.backbone import MASK, DraftRows
+from selfspec.rows import RowLayout
+from selfspec.training.pack import Pack
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Draft groups over a pack, with what they should predict.
+
+    Attributes:
+        layout: the draft rows behind the pack's S prefix slots.
+        rows: their inputs; features are filled in once the clean rows have run.
+        anchors: [N, A] long, slot of each group's anchor in the pack; 0 for padding.
+        labels: [N, A, B] long, `IGNORE` where a row predicts nothing.
+    """
+
+    layout: RowLayout
+    rows: DraftRows
+    anchors: Tensor
+    labels: Tensor
+
+
+def generator(seed: int, step: int) -> torch.Generator:
+    """Randomness of one step, the same on every machine."""
+    return torch.Generator().manual_seed((seed * 1_000_003 + step * 7919 + 1) % (1 << 62))
+
+
+def eligible(pack: Pack) -> Tensor:
+    """Slots that may be anchors. bool [N, S]"""
+    follows = torch.zeros_like(pack.answer)
+    follows[:, :-1] = pack.answer[:, 1:] & (pack.segments[:, 1:] == pack.segments[:, :-1])
+    return pack.answer & follows
+
+
+def sample(pack: Pack, n: int, random: torch.Generator) -> Tensor:
+    """n random anchors of every row, without repeats, in order of their slots; -1 pads. Drawn on the host. [N, n]"""
+    able = eligible(pack)
+    noise = torch.rand(able.shape, generator=random).masked_fill(~able, -1)
+    n_able = min(n, able.shape[1])
+    value, slot = noise.topk(n_able, 1)
+    last = able.shape[1]
+    slot = slot.masked_fill(value < 0, last).sort(1).values
+    slot = slot.masked_fill(slot == last, -1)
+    return torch.nn.functional.pad(slot, (0, n - n_able), value=-1)
+
+
+def groups(
+    pack: Pack,
+    anchors: Tensor,
+    size: int,
+    hidden: Tensor | None = None,
+    splits: Tensor | None = None,
+    shift: bool = False,
+    causal: bool = False,
+) -> Groups:
+    """Draft groups that start at the given anchors.
+
+    Args:
+        pack: the documents.
+        anchors: [N, A] long, slots in the pack, -1 pads.
+        size: B, rows of a group.
+        hidden: [N, A] bool, groups whose slot 0 is a mask; None means none.
+        splits: [N, A] long, slots 1..s of a group hold their tokens and predict nothing (a loop's second pass).
+        shift: rows predict the token after their own position.
+        causal: groups are causal.
+    """
+    n, s = pack.tokens.shape
+    device = anchors.device
+    real = anchors >= 0
+    at = anchors.clamp(min=0)
+    slots = torch.arange(size, device=device)
+    row = at[:, :, None] + slots  # [N, A, B]
+    target = row + 1 if shift else row
+
+    def inside(index: Tensor) -> Tensor:
+        same = _at(pack.segments, index) == _at(pack.segments, at)[:, :, None]
+        return (index < s) & same & _at(pack.answer, index) & real[:, :, None]
+
+    known = (slots == 0).expand_as(row)
+    if hidden is not None:
+        known = known & ~hidden[:, :, None]
+    if splits is not None:
+        known = known | ((slots > 0) & (slots <= splits[:, :, None]))
+    known = known & inside(row)
+    tokens = torch.where(known, _at(pack.tokens, row), MASK)
+    labels = torch.where(inside(target), _at(pack.tokens, target), IGNORE)
+    labels = labels.masked_fill(torch.cat([known[..., 1:], known[..., :1] & False], -1) if shift else known, IGNORE)
+
+    position = _at(pack.positions, at).masked_fill(~real, 0)  # [N, A]
+    group = torch.where(real, torch.arange(at.shape[1], device=device), -1)
+
+    def rows(x: Tensor) -> Tensor:
+        return x.repeat_interleave(size, 1)
+
+    segments = _at(pack.segments, at).clamp(min=0)
+    layout = RowLayout(
+        positions=(position[:, :, None] + slots).flatten(1),
+        start=torch.full((n,), s, dtype=torch.long, device=device),
+        n_clean=0,
+        attach=torch.full((n, at.shape[1] * size), -1, dtype=torch.long, device=device),
+        group=rows(group),
+        limit=rows(position),
+        causal=causal,
+        key_positions=pack.positions,
+        segments=rows(segments),
+        key_segments=pack.segments,
+    )
+    return Groups(layout, DraftRows(tokens.flatten(1), slots.repeat(at.shape[1]).expand(n, -1)), at, labels)
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """values [N, S], index [N, ...] -> [N, ...]; indices past the end read the last slot."""
+    flat = index.clamp(max=values.shape[1] - 1).flatten(1)
+    return values.gather(1, flat).view_as(index)

@@ -1,0 +1,197 @@
+"""The trainer's configuration: typed, every unknown field an error, `key=value` overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfspec.adapters.config import MaskPathConfig
+from selfspec.training.objectives import Mix
+
+
+@dataclass
+class TrainConfig:
+    """What to train on what, and for how long.
+
+    Attributes:
+        model: folder or hub name of the base model.
+        model_args: further arguments of its `from_pretrained` (`gguf_file`, `revision`, ...).
+        data: answer files or folders.
+        out: folder of checkpoints, the log and the adapter.
+        valid: answer files of the validation set; empty takes `valid_docs` answers off the training data.
+        valid_docs: answers that are looked at during training.
+        eval: evaluation sets by name, answer files each; looked at once at the end.
+        adapter: fields of `MaskPathConfig`.
+        init: an adapter checkpoint (`adapter.safetensors` or its folder) to start from.
+        objectives: `{name: weight}` or `{name: {"weight": w, option: value}}`.
+        length: tokens of a packed row.
+        rows: packed rows of a step (of a micro-batch, when gradients are accumulated).
+        anchors: draft groups of a packed row.
+        accumulate: micro-batches of a step.
+        hidden_share: share of groups whose bonus is hidden, where the adapter is trained for both layouts.
+        split_share: share of groups with known tokens in slots 1..s, where the adapter is trained for prefix splits.
+        lr: peak learning rate.
+        mask_lr: factor on it for mask embeddings.
+        betas: of AdamW.
+        weight_decay: of AdamW.
+        clip: largest gradient norm; 0 leaves gradients alone.
+        warmup: share of the schedule in which the rate rises.
+        final_lr: share of the peak at the schedule's end.
+        ema: decay of the averaged weights; 0 keeps none.
+        minutes: training time that the schedule is fitted to, over all calls.
+        max_steps: steps that the schedule is fitted to instead, when not 0.
+        stop_after: minutes after which this call saves and ends, the schedule unfinished; 0 never does.
+        seed: of everything random.
+        attention: backend; "auto" is "flex" on CUDA and "sdpa" elsewhere.
+        compile: compile layers and losses; None does so on CUDA.
+        dtype: of the base model and the activations.
+        device: "auto" is CUDA where there is one.
+        log_every: steps between log records.
+        eval_every: minutes between validations; 0 validates at the end only.
+        save_every: minutes between checkpoints.
+        resume: go on from the checkpoint in `out` if there is one.
+        profile: steps to run under torch's profiler first; the table is written to `profile.txt`.
+    """
+
+    model: str = ""
+    model_args: dict[str, Any] = field(default_factory=dict)
+    data: tuple[str, ...] = ()
+    out: str = "adapter"
+    valid: tuple[str, ...] = ()
+    valid_docs: int = 64
+    eval: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=lambda: {"mask_embedding": "per_slot"})
+    init: str = ""
+    objectives: dict[str, Any] = field(default_factory=lambda: {"ce": 1.0, "dpace": 0.3})
+    length: int = 1024
+    rows: int = 12
+    anchors: int = 128
+    accumulate: int = 1
+    hidden_share: float = 0.5
+    split_share: float = 0.25
+    lr: float = 6e-4
+    mask_lr: float = 5.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    warmup: float = 0.04
+    final_lr: float = 0.02
+    ema: float = 0.998
+    minutes: float = 25.0
+    max_steps: int = 0
+    stop_after: float = 0.0
+    seed: int = 0
+    attention: str = "auto"
+    compile: bool | None = None
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    log_every: int = 50
+    eval_every: float = 2.0
+    save_every: float = 4.0
+    resume: bool = False
+    profile: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("data", "valid"):
+            value = getattr(self, name)
+            setattr(self, name, (value,) if isinstance(value, str) else tuple(value))
+        self.betas = tuple(self.betas)
+        self.path, self.mix  # noqa: B018  both raise where something is wrong
+        for name in ("length", "rows", "anchors", "accumulate", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected 1 or more")
+        if self.minutes <= 0 and not self.max_steps:
+            raise ValueError("give the training a budget: minutes or max_steps")
+
+    @property
+    def path(self) -> MaskPathConfig:
+        """The adapter's configuration."""
+        return MaskPathConfig.from_dict(self.adapter)
+
+    @property
+    def mix(self) -> Mix:
+        """The objectives."""
+        return Mix.from_config(self.objectives)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def load(cls, file: str | Path | None = None, overrides: typing.Sequence[str] = ()) -> TrainConfig:
+        """From a YAML or JSON file and `key=value` overrides; `a.b=value` sets a field of a nested mapping.
+
+        Raises:
+            ValueError: a field that doesn't exist, or a value of the wrong type.
+        """
+        data: dict[str, Any] = {}
+        if file is not None:
+            data = _parse_file(Path(file))
+        defaults = cls()
+        for item in overrides:
+            key, eq, text = item.partition("=")
+            if not eq:
+                raise ValueError(f"{item!r}: expected key=value")
+            head, *rest = key.split(".")
+            if not rest:
+                data[head] = _value(text)
+                continue
+            at = data.setdefault(head, dict(getattr(defaults, head, None) or {}))
+            for name in rest[:-1]:
+                at = at.setdefault(name, {})
+            if not isinstance(at, dict):
+                raise ValueError(f"{item!r}: {head} holds no fields")
+            at[rest[-1]] = _value(text)
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TrainConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a field that doesn't exist, or a value of the wrong type.
+        """
+        kinds = typing.get_type_hints(cls)
+        fields = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(data) - fields):
+            raise ValueError(f"unknown fields: {', '.join(unknown)}; expected some of {', '.join(sorted(fields))}")
+        return cls(**{name: _typed(name, value, kinds[name]) for name, value in data.items()})
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        origin = typing.get_origin(option) or option
+        if origin is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if origin is tuple and isinstance(value, list | tuple | str):
+            return value
+        if origin is int and isinstance(value, bool):
+            continue
+        if isinstance(value, origin):
+            return value
+    raise ValueError(f"{name}={value!r}: expected {kind if len(options) > 1 else options[0]}")
+
+
+def _value(text: str) -> Any:
+    """A value of the command line: JSON where it is, a string otherwise."""
+    special = {"None": None, "True": True, "False": False}
+    if text in special:
+        return special[text]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _parse_file(file: Path) -> dict[str, Any]:
+    if file.suffix == ".json":
+        return json.loads(file.read_text())
+    import yaml
+
+    return yaml.safe_load(file.read_text()) or {}

@@ -1,0 +1,159 @@
+"""What objectives need of the vocabulary, without keeping a graph over it: label log-probabilities and divergences.
+
+Logits live in the model's own precision, one chunk of rows at a time; the softmax is in float32 (float64 for a float64
+model), and the gradient of a chunk's logits is written down in closed form.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from selfspec.backbone import Backbone
+
+CHUNK = 8192  # rows
+
+
+class Head:
+    """The model's own output head, over rows of hidden states.
+
+    Args:
+        backbone: whose head it is.
+        compiled: fuse the softmax with torch.compile.
+        chunk: rows at a time.
+    """
+
+    def __init__(self, backbone: Backbone, compiled: bool = False, chunk: int = CHUNK):
+        self.backbone, self.compiled, self.chunk = backbone, compiled, chunk
+        self.plain = _plain_linear(backbone)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, d] -> [M, V]"""
+        return self.backbone.logits(hidden[None])[0]
+
+    def logp(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of every label, and whether the label is the most probable token.
+
+        Args:
+            hidden: [M, d]
+            labels: [M] long, not negative.
+        """
+        chunk = self._even(len(hidden))
+        if self.plain is not None:
+            return _LabelLogp.apply(hidden, *self.plain, labels, chunk, self.compiled)
+        parts = []
+        for h, label in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+            parts.append(checkpoint(lambda h, t: _label_stats(self.logits(h), t)[1:], h, label, use_reentrant=False))
+        return torch.cat([p for p, _ in parts]), torch.cat([hit for _, hit in parts])
+
+    def kl(self, hidden: Tensor, teacher: Tensor, top_k: int | None = None) -> Tensor:
+        """Forward KL from the verifier's distribution to the draft's, by row.
+
+        Args:
+            hidden: [M, d] draft rows.
+            teacher: [M, d] clean rows that predict the same tokens.
+            top_k: keep only the verifier's k most probable tokens, renormalised.
+        """
+        parts, chunk = [], self._even(len(hidden))
+        for h, t in zip(hidden.split(chunk), teacher.split(chunk), strict=True):
+            parts.append(checkpoint(self._kl, h, t, top_k, use_reentrant=False))
+        return torch.cat(parts)
+
+    def _even(self, rows: int) -> int:
+        """Chunks of one size where that is possible, so that one compiled kernel serves them."""
+        return max(1, -(-rows // max(1, -(-rows // self.chunk))))
+
+    def _kl(self, hidden: Tensor, teacher: Tensor, top_k: int | None) -> Tensor:
+        with torch.no_grad():
+            target = self.logits(teacher)
+        fused = _compiled(_forward_kl) if self.compiled and top_k is None else _forward_kl
+        return fused(self.logits(hidden), target, top_k)
+
+    @torch.no_grad()
+    def argmax(self, hidden: Tensor, banned: int | None = None) -> Tensor:
+        """The most probable token of every row but a banned one. [M, d] -> [M]"""
+        parts = []
+        for h in hidden.split(self.chunk):
+            logits = self.logits(h)
+            if banned is not None:
+                logits[:, banned] = float("-inf")
+            parts.append(logits.argmax(-1))
+        return torch.cat(parts)
+
+
+class _LabelLogp(torch.autograd.Function):
+    """log softmax(h W^T + b)[label]; its gradient is (onehot - softmax) W."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, chunk, compiled):
+        stats = _compiled(_label_stats) if compiled else _label_stats
+        ctx.compiled, kept, out = compiled, [], []
+        for h, label in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+            logits = linear(h, weight, bias)
+            lse, logp, hit = stats(logits, label)
+            kept += [logits, lse]
+            out.append((logp, hit))
+        ctx.save_for_backward(weight, labels, *kept)
+        ctx.chunk = chunk
+        logp, hit = (torch.cat(x) for x in zip(*out, strict=True))
+        ctx.mark_non_differentiable(hit)
+        return logp, hit
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        weight, labels, *kept = ctx.saved_tensors
+        grad_logits = _compiled(_label_grad) if ctx.compiled else _label_grad
+        parts = []
+        for i, (label, g) in enumerate(zip(labels.split(ctx.chunk), grad.split(ctx.chunk), strict=True)):
+            parts.append(grad_logits(kept[2 * i], kept[2 * i + 1], label, g) @ weight)
+        return torch.cat(parts), None, None, None, None, None
+
+
+def _label_stats(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-normaliser, label's log-probability, label is the maximum. Each [M]"""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    lse = wide.logsumexp(-1)
+    picked = logits.gather(-1, labels[:, None])[:, 0].to(wide.dtype)
+    return lse, picked - lse, picked >= wide.amax(-1)
+
+
+def _label_grad(logits: Tensor, lse: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of the logits in the logits' precision. [M, V]"""
+    p = (logits.to(lse.dtype) - lse[:, None]).exp()
+    at = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
+    return ((at.to(p.dtype) - p) * grad[:, None]).to(logits.dtype)
+
+
+def _forward_kl(logits: Tensor, target: Tensor, top_k: int | None = None) -> Tensor:
+    """sum_v p(v) (log p(v) - log q(v)) by row. [M, V], [M, V] -> [M]"""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    log_q = logits.to(wide).log_softmax(-1)
+    if top_k is not None:
+        target, index = target.topk(min(top_k, target.shape[-1]), -1)
+        log_q = log_q.gather(-1, index)
+    log_p = target.to(wide).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+@functools.cache
+def _compiled(fn: Callable) -> Callable:
+    return torch.compile(fn, dynamic=False)
+
+
+@torch.no_grad()
+def _plain_linear(backbone: Backbone) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias where the head is a Linear and nothing more (no soft-cap, no scale); found by trying."""
+    found = [m for m in backbone.head.children() if isinstance(m, nn.Linear) and m.out_features >= backbone.vocab_size]
+    if len(found) != 1:
+        return None
+    weight, bias = found[0].weight, found[0].bias
+    probe = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight) * 8
+    own, ours = backbone.logits(probe[None])[0], linear(probe, weight, bias)
+    if (own - ours).abs().max() > 1e-2 * ours.abs().max():
+        return None
+    return weight.detach(), None if bias is None else bias.detach()

@@ -1,0 +1,139 @@
+"""One training forward: clean rows once without gradient, then the draft rows that read what they left.
+
+Clean rows never see draft rows, so their keys, values and features are constants of the loss: only draft rows are kept
+for the backward pass, and memory grows with them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.attention import backend
+from selfspec.backbone import Backbone
+from selfspec.cache import PrefixCache
+from selfspec.rows import RowLayout
+from selfspec.training.anchors import Groups
+from selfspec.training.pack import Pack
+
+
+@torch.no_grad()
+def run_clean(backbone: Backbone, pack: Pack) -> tuple[PrefixCache, Tensor, Tensor | None]:
+    """The documents through the untouched model.
+
+    Returns:
+        Their keys and values, the hidden states after the final norm [N, S, d], and the mask path's features [N, S, F].
+    """
+    n, s = pack.tokens.shape
+    start = torch.zeros(n, dtype=torch.long, device=pack.tokens.device)
+    cache = PrefixCache(backbone.n_layers)
+    hidden = backbone(RowLayout(pack.positions, start, s, segments=pack.segments), cache, pack.tokens)
+    cache.recording = False
+    return cache, hidden.clean, hidden.taps
+
+
+def run_draft(backbone: Backbone, groups: Groups, cache: PrefixCache, taps: Tensor | None) -> Tensor:
+    """The draft rows over a recorded prefix. Hidden states after the final norm, [N, A, B, d]."""
+    rows = groups.rows
+    if taps is not None:
+        last = (groups.anchors - 1).clamp(min=0)  # the last clean position that a group sees
+        features = taps.gather(1, last[:, :, None].expand(-1, -1, taps.shape[2]))
+        rows = replace(rows, features=features.repeat_interleave(groups.labels.shape[2], 1))
+    return backbone(groups.layout, cache, draft=rows).draft.unflatten(1, groups.labels.shape[1:])
+
+
+def compile_layers(backbone: Backbone, **options) -> None:
+    """Let every layer run through one compiled function: compiled once, used by all layers.
+
+    What would make the layers differ in the compiler's eyes is taken out: their index, the cache and the rule object
+    stay outside, and keys, values and the block mask go in as tensors. The backbone then serves training forwards only.
+
+    Args:
+        backbone: its layers are wrapped in place; the user's model isn't touched.
+        options: of `torch.compile`.
+    """
+    run = torch.compile(_layer_function(backbone.cache_name), dynamic=False, **options)
+    for i, layer in enumerate(backbone.layers):
+        window = _window(layer, backbone.config, backbone.layer_types[i])
+        backbone.layers[i] = _Compiled(layer, window, run, backbone.cache_name)
+
+
+class _Compiled(nn.Module):
+    """A layer whose work is done by a shared compiled function."""
+
+    def __init__(self, layer: nn.Module, window: int | None, run: Callable, cache_name: str):
+        super().__init__()
+        self.layer, self.window, self.run, self.cache_name = layer, window, run, cache_name
+
+    def forward(
+        self, x: Tensor, attention_mask, position_ids, position_embeddings, use_cache: bool, **kwargs
+    ) -> Tensor:
+        cache = kwargs[self.cache_name]
+        rule = attention_mask
+        mask = rule.blocks(self.window) if rule.backend is backend("flex") else rule.mask(self.window)
+        recording = cache.owner.recording
+        prefix = (None, None) if recording else (cache.keys, cache.values)
+        attention = rule.backend.attention
+        x, keys, values = self.run(self.layer, x, mask, attention, position_ids, position_embeddings, *prefix)
+        if recording:
+            cache.keys, cache.values = keys, values
+        return x
+
+
+class _Prefix:
+    """The cache as one layer sees it while it is compiled."""
+
+    def __init__(self, keys: Tensor | None, values: Tensor | None):
+        self.keys, self.values = keys, values
+        self.new: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        if self.keys is None or self.values is None:
+            self.new = (key_states, value_states)
+            return key_states, value_states
+        return torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
+
+
+class _Rule:
+    """The attention rule as one layer sees it while it is compiled: a mask that is already built."""
+
+    def __init__(self, mask, attention: Callable):
+        self._mask, self._attention = mask, attention
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, *how) -> Tensor:
+        return self._attention(query, key, value, self, *how)
+
+    def mask(self, window: int | None):
+        return self._mask
+
+    def blocks(self, window: int | None):
+        return self._mask
+
+
+def _layer_function(cache_name: str) -> Callable:
+    def run(layer, x, mask, attention, position_ids, position_embeddings, keys, values):
+        cache = _Prefix(keys, values)
+        y = layer(
+            x,
+            attention_mask=_Rule(mask, attention),
+            position_ids=position_ids,
+            position_embeddings=position_embeddings,
+            use_cache=True,
+            **{cache_name: cache},
+        )
+        return y[0] if isinstance(y, tuple) else y, *cache.new
+
+    return run
+
+
+def _window(layer: nn.Module, config, kind: str) -> int | None:
+    """The sliding window that a layer hands to its attention."""
+    for module in layer.modules():
+        if "sliding_window" in module.__dict__:
+            return module.sliding_window
+    if kind == "sliding_attention" or not getattr(config, "layer_types", None):
+        return getattr(config, "sliding_window", None)
+    return None
