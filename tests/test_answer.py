@@ -143,9 +143,7 @@ def test_rows_and_manifest(model, tokenizer, tmp_path, format):
         assert row["answer_ids"] == own(model, row["prompt_ids"], 12)
         assert row["temperature"] == 0 and (row["finish_reason"] == "stop") == (row["answer_ids"][-1] == EOS)
     answers = load_answers([str(tmp_path)])
-    assert [(a.id, a.prompt, a.answer) for a in answers] == [
-        (r["id"], r["prompt_ids"], r["answer_ids"]) for r in rows
-    ]
+    assert [(a.id, a.prompt, a.answer) for a in answers] == [(r["id"], r["prompt_ids"], r["answer_ids"]) for r in rows]
 
 
 class Killed(BaseException):

@@ -9,8 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.adapters import MaskPathConfig, MaskPathModel
-from selfspec.attention import backend, AttentionRule
-from selfspec.attention import sdpa
+from selfspec.attention import AttentionRule, backend, sdpa
 from selfspec.backbone import MASK, Backbone
 from selfspec.rows import RowLayout, attention_rule, chain, overlapped
 from selfspec.training import anchors as anchoring

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfspec.attention import backend, AttentionRule
+from selfspec.attention import AttentionRule, backend
 from selfspec.rows import RowLayout
 from selfspec.training import anchors as anchoring
 from selfspec.training.data import Answer
