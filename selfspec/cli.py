@@ -29,7 +29,9 @@ class Command:
 
 
 # One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.chat:main"),
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {
+    "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
