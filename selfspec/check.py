@@ -1,7 +1,8 @@
 """`selfspec check`: the lossless audit. Every answer is compared, token for token, with plain Hugging Face `generate`.
 
 The reference runs once per prompt, alone (batch 1). In float32 two roundings of one sum can swap two tokens that are as
-good as equal; such a difference counts as a tie only if a float64 copy of the model proves it. All others are mismatches.
+good as equal; such a difference counts as a tie only if a float64 copy of the model proves it. All others are
+mismatches.
 """
 
 from __future__ import annotations
@@ -187,7 +188,9 @@ def summary(data: dict[str, Any]) -> str:
         speed = "" if r["mode"] == "hf" else f"{r['tau']:.2f}"
         passes = "" if r["mode"] == "hf" else f"{r['tpf']:.2f}"
         counts = [str(r[k]) for k in ("batch", "prompts")] + [f"{r['match_rate']:.4f}", str(r["ties"])]
-        rows.append([r["suite"], r["mode"], *counts, str(r["mismatches"]), speed, passes, f"{r['tokens_per_second']:.0f}"])
+        rows.append(
+            [r["suite"], r["mode"], *counts, str(r["mismatches"]), speed, passes, f"{r['tokens_per_second']:.0f}"]
+        )
     lines = [options.table(rows)]
     for m in data["first_mismatches"]:
         lines.append(
@@ -196,7 +199,7 @@ def summary(data: dict[str, Any]) -> str:
             f"float64 has {m['top'][0]} then {m['top'][1]}, gap {m['gap']:.1e}"
         )
     if data["control"]:
-        lines.append(f"hf at batch {CONTROL} is the control: plain Hugging Face against its own batch 1 in {data['dtype']}")
+        lines.append(f"hf at batch {CONTROL} is the control: plain Hugging Face against its batch 1, {data['dtype']}")
     return "\n".join(lines)
 
 
@@ -213,34 +216,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def load_sets(files: list[str] | None, limit: int | None) -> dict[str, list[Prompt]]:
-    """Prompt sets by name: the files', or the built-in suite."""
-    if not files:
-        return {"builtin": prompts.builtin()[:limit]}
-    return {Path(f).name if len({Path(g).name for g in files}) == len(files) else f: prompts.read(f, limit) for f in files}
-
-
-def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -> None:
-    """Refuse a prompt that leaves no room for its answer, before any work is done."""
-    limit = model.backbone.max_positions
-    for prompt in (p for rows in sets.values() for p in rows):
-        n = len(prompts.encode(model.tokenizer, prompt.messages))
-        if n == 0 or (limit is not None and n + cap > limit):
-            raise ValueError(
-                f"prompt {prompt.id} has {n} tokens; with {cap} new ones it has to have 1..{limit}: leave it out, or "
-                "lower --max-new-tokens"
-            )
-
-
 def main(argv: list[str]) -> int:
     """Run the audit. Returns 1 if any answer differs without proof of a tie."""
     args = build_parser().parse_args(argv)
 
     def ready() -> tuple[SelfSpecModel, dict[str, list[Prompt]], Settings]:
-        sets = load_sets(args.prompts, args.limit)
+        sets = prompts.read_sets(args.prompts, args.limit)
         model = options.load_model(args)
         modes = options.check_modes(model, args.mode, args.block_size, args.tree_nodes)
-        require_fit(model, sets, args.max_new_tokens)
+        options.require_fit(model, sets, args.max_new_tokens)
         return model, sets, Settings(modes, args.batch, args.max_new_tokens, args.block_size, args.tree_nodes)
 
     model, sets, settings = options.refuse_unready("check", ready)

@@ -31,6 +31,7 @@ class Command:
 # One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.chat:main"),
 COMMANDS: dict[str, Command] = {
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
+    "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
 }
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import transformers
 
-from selfspec import __version__, hub
+from selfspec import __version__, hub, prompts
 from selfspec.model import SelfSpecModel
+from selfspec.prompts import Prompt
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 MODEL = next(iter(hub.EMBEDDED))
@@ -29,7 +30,9 @@ def add_model_options(parser: argparse.ArgumentParser, dtype: str) -> None:
         dtype: the default of `--dtype`.
     """
     parser.add_argument("--model", default=MODEL, help="folder, hub name, .gguf file or embedded model (%(default)s)")
-    parser.add_argument("--adapter", default="auto", help="folder or shipped name; auto: the shipped one that fits; none")
+    parser.add_argument(
+        "--adapter", default="auto", help="folder or shipped name, auto (the shipped one that fits), none"
+    )
     parser.add_argument("--dtype", default=dtype, choices=DTYPES, help="of the weights (%(default)s)")
     parser.add_argument("--device", default="cpu", help="where to run (%(default)s)")
     parser.add_argument("--threads", type=positive, help="CPU threads (torch's own choice)")
@@ -65,7 +68,7 @@ def load_model(args: argparse.Namespace) -> SelfSpecModel:
         FileNotFoundError: there is no such model.
         ModuleNotFoundError: the package that carries or reads it isn't installed.
     """
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[attr-defined]
+    transformers.utils.logging.disable_progress_bar()
     if args.threads:
         torch.set_num_threads(args.threads)
     adapter = None if args.adapter == "none" else args.adapter
@@ -96,6 +99,18 @@ def check_modes(model: SelfSpecModel, modes: list[str] | None, block_size: int |
             assert model.path is not None
             model.path.config.require(layout, plan.block_size)
     return modes
+
+
+def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -> None:
+    """Refuse a prompt that leaves no room for its answer, before any work is done."""
+    limit = model.backbone.max_positions
+    for prompt in (p for rows in sets.values() for p in rows):
+        n = len(prompts.encode(model.tokenizer, prompt.messages))
+        if n == 0 or (limit is not None and n + cap > limit):
+            raise ValueError(
+                f"prompt {prompt.id} has {n} tokens; with {cap} new ones it has to have 1..{limit}: leave it out, or "
+                "lower --max-new-tokens"
+            )
 
 
 def refuse_unready(command: str, build: Callable[[], Any]) -> Any:
@@ -163,7 +178,9 @@ class Progress:
                 f"{self.done / self.answers:.1f} of {self.prompts} prompts, {self.tokens / elapsed:.0f} tokens/s, "
                 f"{left // 60:.0f} min {left % 60:.0f} s left"
             )
-            print(f"\r{line:78}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
+            if self.terminal:
+                line = f"\r{line:78}"
+            print(line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leave an empty line behind."""

@@ -74,6 +74,14 @@ def read(path: str | Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
+def read_sets(files: list[str] | None, limit: int | None) -> dict[str, list[Prompt]]:
+    """Prompt sets by file name (by path where two names are the same), or the built-in suite."""
+    if not files:
+        return {"builtin": builtin()[:limit]}
+    short = len({Path(f).name for f in files}) == len(files)
+    return {Path(f).name if short else f: read(f, limit) for f in files}
+
+
 def encode(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation, ready for the answer.
 

@@ -9,7 +9,15 @@ from selfspec import check, cli, decode, prompts
 from selfspec.reference import Judge, first_difference, until_eos
 from selfspec.verify.greedy import walk
 
-LENGTH = ["--max-new-tokens", "12"]
+LENGTH = ["--max-new-tokens", "8"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,8 @@ def test_every_mode_and_batch_gives_the_text_of_hugging_face(tmp_path, model, ad
     argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--dtype", dtype]
     code, data = run(tmp_path, *argv, "--batch", "1,2", "--mode", "ar,sequential,tree")
     assert code == 0 and data["complete"] and data["mismatches"] == 0
-    assert {(r["mode"], r["batch"]) for r in data["runs"]} == {(m, b) for m in ("ar", "sequential", "tree") for b in (1, 2)}
+    wanted = {(mode, batch) for mode in ("ar", "sequential", "tree") for batch in (1, 2)}
+    assert {(r["mode"], r["batch"]) for r in data["runs"]} == wanted
     assert all(r["prompts"] == 5 and r["matched_prompts"] + r["ties"] == 5 for r in data["runs"])
     assert data["prompts"] == 30 and data["tokens"] > 0 and data["tau"] >= 1 and not data["control"]
     assert "match rate" in capsys.readouterr().out
@@ -135,5 +144,5 @@ def test_prompt_files(tmp_path):
 def test_a_bad_prompt_file_says_where(tmp_path, line):
     file = tmp_path / "bad.jsonl"
     file.write_text(line)
-    with pytest.raises(prompts.PromptError, match="bad.jsonl"):
+    with pytest.raises(prompts.PromptError, match=r"bad\.jsonl"):
         prompts.read(file)

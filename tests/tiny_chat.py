@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from selfspec.adapters import MaskPathConfig, MaskPathModel, io
 
 WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", *(f"w{i}" for i in range(59))]
-TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' ' }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 def tokenizer(template=True):
