@@ -30,6 +30,9 @@ class Command:
 
 # One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.chat:main"),
 COMMANDS: dict[str, Command] = {
+    "generate": Command("answer one prompt", "selfspec.chat:generate"),
+    "chat": Command("talk to a model in the terminal", "selfspec.chat:chat"),
+    "demo": Command("see self-speculation at work, measured and proved", "selfspec.demo:main"),
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
 }
