@@ -93,7 +93,7 @@ def result(m: Measured, all_of_them: list[Measured]) -> dict[str, Any]:
         "peak_memory": m.memory,
     }
     if ceiling is not None:
-        accepted = {str(k): stats.accepted[k] for k in sorted(stats.accepted)}
+        accepted = {str(k): stats.accepted[k] for k in sorted({*stats.accepted, ceiling})}  # an empty ceiling shows too
         out |= {
             "tau": stats.tau,
             "mean_tau": mean_tau(m.stats),

@@ -86,7 +86,8 @@ def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, s
         show: stream the text to stdout.
     """
     ids = torch.tensor([prompts.encode(model.tokenizer, messages)])
-    shown = TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
+    readable = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    shown = TextStreamer(model.tokenizer, skip_prompt=True, **readable) if show else None
     clock, began = Clock(shown), time.perf_counter()
     out = model.generate(
         ids,
@@ -98,7 +99,7 @@ def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, s
         tree_nodes=settings.tree_nodes,
     )
     now = time.perf_counter()
-    text = model.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    text = model.tokenizer.decode(out[0, ids.shape[1] :], **readable)
     return Answer(text, model.stats[0], now - clock.first, now - began)
 
 

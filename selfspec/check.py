@@ -164,7 +164,10 @@ def report(runs: list[Run], tokenizer: Any, facts: dict[str, Any], complete: boo
 
 def describe(run: Run, id: str, finding: Finding, tokenizer: Any) -> dict[str, Any]:
     """One difference, for the report."""
-    text = {k: None if t is None else tokenizer.decode([t]) for k, t in _tokens(finding).items()}
+    text = {
+        k: None if t is None else tokenizer.decode([t], clean_up_tokenization_spaces=False)
+        for k, t in _tokens(finding).items()
+    }
     where = {"prompt": id, "suite": run.suite, "mode": run.mode, "batch": run.batch}
     return {**where, **asdict(finding), "text": text, "verdict": "tie" if finding.tie else "MISMATCH"}
 
