@@ -1,4 +1,5 @@
-"""Attention tuning: draft rows use their own copies of whole projections (Orthrus, arXiv 2605.12825; FlexDraft, arXiv 2605.20022)."""
+"""Attention tuning: draft rows use their own copies of whole projections (Orthrus, arXiv 2605.12825;
+FlexDraft, arXiv 2605.20022)."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec.adapters.config import MaskPathConfig
 from selfspec.adapters.lora import LoraDelta
 from selfspec.adapters.path import MaskPathModel
-from selfspec.shadow import decoder_layers, inner_decoder
+from selfspec.shadow import inner_decoder, layers_of, table_of
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,10 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """What a mask path remembers of the model that it was trained on.
 
     Returns:
-        Architecture, shapes, a hash over a few weights as bfloat16 (equal for bfloat16, float32 and float64 copies of one
-        checkpoint), and a few of them as numbers, for float16.
+        Architecture, shapes, a hash over a few weights as bfloat16 (equal for bfloat16, float32 and float64 copies of
+        one checkpoint), and a few of them as numbers, for float16.
     """
-    inner = inner_decoder(model)
-    layers = decoder_layers(inner)
-    assert layers is not None
-    table = model.get_input_embeddings().weight
+    layers, table = layers_of(inner_decoder(model)), table_of(model)
     probes = [table] + [next(p for p in layers[i].parameters() if p.dim() > 1) for i in (0, len(layers) // 2, -1)]
     parts = [p.detach().reshape(-1)[:4096].to("cpu", torch.bfloat16) for p in probes]
     digest = hashlib.sha256(b"".join(p.view(torch.int16).numpy().tobytes() for p in parts)).hexdigest()
@@ -125,7 +122,9 @@ def read_config(folder: Path) -> MaskPathConfig:
             raise ValueError(f"written in another format than {FORMAT}")
         return MaskPathConfig.from_dict(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise AdapterError(f"{folder / CONFIG} is missing or damaged ({error}); copy or train the adapter again") from error
+        raise AdapterError(
+            f"{folder / CONFIG} is missing or damaged ({error}); copy or train the adapter again"
+        ) from error
 
 
 def find(name: str | Path) -> Path:
@@ -155,7 +154,7 @@ def mismatch(wanted: dict[str, Any], model: PreTrainedModel, finetuned_base: boo
             return f"it was trained on {key} {wanted.get(key)}, this model has {found[key]}"
     if finetuned_base or wanted["weights"] == found["weights"]:
         return None
-    half = model.get_input_embeddings().weight.dtype == torch.float16  # rounds twice, so the hash may differ
+    half = table_of(model).dtype == torch.float16  # rounds twice, so the hash may differ
     a, b = torch.tensor(wanted["sample"]), torch.tensor(found["sample"])
     if half and torch.allclose(a, b, rtol=2**-6, atol=1e-6):
         return None
@@ -182,7 +181,7 @@ def _fill(path: MaskPathModel, state: dict[str, Tensor], folder: Path) -> None:
 
 def _peft_names(path: MaskPathModel, model: PreTrainedModel) -> dict[str, str]:
     """Names of the LoRA parameters: in our state dict -> in a PEFT file."""
-    layers = decoder_layers(inner_decoder(model))
+    layers = layers_of(inner_decoder(model))
     prefix = next(name for name, module in model.named_modules() if module is layers)
     names = {}
     for key, delta in path.deltas.items():
@@ -193,10 +192,10 @@ def _peft_names(path: MaskPathModel, model: PreTrainedModel) -> dict[str, str]:
     return names
 
 
-def _peft_config(config: MaskPathConfig, names: dict[str, str]) -> nn.Module | Any:
+def _peft_config(config: MaskPathConfig, names: dict[str, str]) -> Any:
     from peft import LoraConfig  # slow to import, and only LoRA paths need it
 
     modules = sorted({n.removeprefix("base_model.model.").rpartition(".lora_")[0] for n in names.values()})
     return LoraConfig(
-        task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, target_modules=modules, bias="none"
+        task_type="CAUSAL_LM", r=config.rank, lora_alpha=int(config.alpha), target_modules=modules, bias="none"
     )

@@ -21,9 +21,9 @@ class LoraDelta(nn.Module):
     def __init__(self, base: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None = None):
         super().__init__()
         dtype = dtype or base.weight.dtype
-        make = dict(device=base.weight.device, dtype=dtype)
-        self.A = nn.Parameter(torch.empty(rank, base.in_features, **make))  # type: ignore[arg-type]
-        self.B = nn.Parameter(torch.zeros(base.out_features, rank, **make))  # type: ignore[arg-type]
+        device = base.weight.device
+        self.A = nn.Parameter(torch.empty(rank, base.in_features, device=device, dtype=dtype))
+        self.B = nn.Parameter(torch.zeros(base.out_features, rank, device=device, dtype=dtype))
         nn.init.kaiming_uniform_(self.A, a=math.sqrt(5))
         self.scale = alpha / rank
 

@@ -10,7 +10,7 @@ from selfspec.adapters.attention import CopyDelta
 from selfspec.adapters.config import MaskPathConfig
 from selfspec.adapters.lora import LoraDelta
 from selfspec.backbone import DraftRows
-from selfspec.shadow import decoder_layers, inner_decoder
+from selfspec.shadow import inner_decoder, layers_of, table_of
 
 
 class MaskPathModel(nn.Module):
@@ -25,10 +25,7 @@ class MaskPathModel(nn.Module):
     def __init__(self, model: PreTrainedModel, config: MaskPathConfig, dtype: torch.dtype | None = None):
         super().__init__()
         self.config = config
-        inner = inner_decoder(model)
-        layers = decoder_layers(inner)
-        assert layers is not None
-        table = model.get_input_embeddings().weight
+        layers, table = layers_of(inner_decoder(model)), table_of(model)
         dtype = dtype or table.dtype
         d, n = table.shape[1], config.block_size if config.mask_embedding == "per_slot" else 1
         start = table.float().mean(0) if config.mask_id is None else table[config.mask_id]
@@ -64,7 +61,7 @@ class MaskPathModel(nn.Module):
     def delta(self, layer: int, name: str) -> nn.Module | None:
         """The delta of a Linear of a layer, or None where it is not tuned."""
         key = _key(layer, name)
-        return self.deltas[key] if key in self.deltas else None
+        return self.deltas[key] if key in self.deltas else None  # noqa: SIM401 (a ModuleDict has no get)
 
     def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
         """Draft rows as they enter.

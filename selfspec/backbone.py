@@ -1,4 +1,4 @@
-"""Runs any Hugging Face decoder's own layers over a `RowLayout`: clean rows at all layers, draft rows from layer e on."""
+"""Runs any Hugging Face decoder's own layers over a `RowLayout`: clean rows at all layers, draft rows from layer e."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from selfspec import attention
 from selfspec.attention import AttentionRule
@@ -18,11 +18,11 @@ from selfspec.cache import KVCache, PrefixCache
 from selfspec.rows import RowLayout, chain
 from selfspec.shadow import (
     UnsupportedModel,
-    decoder_layers,
     embedding_scale,
     final_norm,
     head_of,
     inner_decoder,
+    layers_of,
     rotary,
     shadow,
 )
@@ -120,41 +120,47 @@ class Backbone(nn.Module):
     ):
         super().__init__()
         inner = inner_decoder(model)
-        self.config = copy.deepcopy(inner.config)
+        self.config: PreTrainedConfig = copy.deepcopy(inner.config)  # type: ignore[assignment]
         self.config._attn_implementation = attention.NAME
         self.route = Route()
         self.path = path
         self.backend = backend
         self.embeddings = model.get_input_embeddings()
         self.scale = embedding_scale(model, inner)
-        originals = decoder_layers(inner)
-        assert originals is not None
+        originals = layers_of(inner)
         self.n_layers = len(originals)
         self.layers = nn.ModuleList(
-            self._routed(shadow(layer, config=self.config), i) for i, layer in enumerate(originals)
+            # each layer gets its own part of the cache, so none needs its index, and all can share compiled code
+            self._routed(shadow(layer, config=self.config, layer_idx=0), i)
+            for i, layer in enumerate(originals)
         )
-        self.norm = final_norm(inner)
-        self.rotary = copy.deepcopy(rotary(inner))  # its own: dynamic kinds keep state
+        norm, rope = final_norm(inner), rotary(inner)
+        assert norm is not None and rope is not None
+        self.norm = norm
+        self.rotary = copy.deepcopy(rope)  # its own: dynamic kinds keep state
         self.rotary_by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
         self.head = head_of(model, inner)
         takes = inspect.signature(originals[0].forward).parameters
         self.cache_name = "cache" if "cache" in takes else "past_key_values"  # renamed in transformers 5.2x
         self.max_positions = _max_positions(self.config)
         self.layer_types = getattr(self.config, "layer_types", None) or ["full_attention"] * self.n_layers
-        if verify:
-            self._verify(model)
+        self.windows: set[int | None] = set()  # what the layers ask attention for; the probe finds out
+        self.probing = True
+        self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
+        self._probe(model if verify else None)
+        self.probing = False
 
     @property
     def device(self) -> torch.device:
-        return self.embeddings.weight.device
+        return self.embeddings.weight.device  # type: ignore[return-value]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embeddings.weight.dtype
+        return self.embeddings.weight.dtype  # type: ignore[return-value]
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        return self.embeddings.weight.shape[0]  # type: ignore[index,return-value]
 
     def forward(
         self,
@@ -163,6 +169,7 @@ class Backbone(nn.Module):
         tokens: Tensor | None = None,
         draft: DraftRows | None = None,
         first: int = 0,
+        n_keys: int | None = None,
     ) -> Hidden:
         """One forward of the rows of a layout.
 
@@ -172,17 +179,19 @@ class Backbone(nn.Module):
             tokens: [N, C] long, the clean rows' tokens.
             draft: the draft rows' inputs; required when D > 0, and then the backbone needs a mask path.
             first: cache slot of the layout's first request.
+            n_keys: K, when it is fixed by the caller instead of the lengths of the requests (see `KVCache.bind`).
 
         Returns:
             Hidden states of clean and draft rows.
         """
-        c, n_keys = layout.n_clean, cache.bind(layout, first)
+        c, n_keys = layout.n_clean, cache.bind(layout, first, n_keys)
         entry = self.n_layers if self.path is None else self.path.entry
-        rule = AttentionRule(layout, n_keys, self.backend)
-        lower = rule if c == layout.n_rows else AttentionRule(layout.clean(), n_keys, self.backend)
+        rule = lower = self._rule(layout, n_keys)
+        if 0 < c < layout.n_rows and entry:
+            lower = self._rule(layout.clean(), n_keys)
         x = self.embed(tokens) if c and tokens is not None else None  # [N, C, d]
         taps = [] if x is None or self.path is None else list(self.path.taps)
-        states = {0: x} if 0 in taps else {}
+        states: dict[int, Tensor] = {} if x is None or 0 not in taps else {0: x}
         self.route.n_clean = c
         rope = self._rope(layout.positions)
         for i, layer in enumerate(self.layers):
@@ -195,14 +204,14 @@ class Backbone(nn.Module):
             below = i < entry and draft is not None
             cos_sin = rope[self.layer_types[i] if self.rotary_by_type else ""]
             if below:
-                cos_sin = tuple(t[:, :c] for t in cos_sin)
+                cos_sin = cos_sin[0][:, :c], cos_sin[1][:, :c]
             x = layer(
                 x,
                 attention_mask=lower if below else rule,
                 position_ids=layout.positions[:, :c] if below else layout.positions,
                 position_embeddings=cos_sin,
                 use_cache=True,
-                **{self.cache_name: cache},
+                **{self.cache_name: cache.layers[i]},
             )
             x = x[0] if isinstance(x, tuple) else x
             if i + 1 in taps and i + 1 < self.n_layers:
@@ -213,6 +222,22 @@ class Backbone(nn.Module):
             states[self.n_layers] = x[:, :c]
         return Hidden(x[:, :c], x[:, c:], torch.cat([states[t] for t in taps], -1) if taps else None)
 
+    def compile(self, **options) -> None:
+        """Let torch.compile fuse each layer; alike layers share one compiled function per shape of the forward.
+
+        Rounding differs from the uncompiled layers' in the last bits. Does not touch the user's model.
+
+        Args:
+            options: of `torch.compile`.
+        """
+        for i, layer in enumerate(self.layers):
+            compiled: Any = torch.compile(layer, dynamic=False, **options)
+            self.layers[i] = compiled
+
+    def new_cache(self, slots: int, capacity: int, tail: int) -> KVCache:
+        """An empty cache for this model: `slots` requests of `capacity` positions, `tail` rows a forward."""
+        return KVCache(self.kv_shapes, slots, capacity, tail, self.dtype, self.device)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings as the model's first layer gets them. [N, T] -> [N, T, d]"""
         x = self.embeddings(tokens)
@@ -221,6 +246,12 @@ class Backbone(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own head, soft-caps and scales included. [..., d] -> [..., V]"""
         return self.head(inputs_embeds=hidden, use_cache=False).logits
+
+    def _rule(self, layout: RowLayout, n_keys: int) -> AttentionRule:
+        """The attention rule of some rows, with all that the layers will read from it."""
+        return AttentionRule(layout, n_keys, self.backend, self.windows if self.probing else None).prepare(
+            () if self.probing else self.windows
+        )
 
     def _rope(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Rotary factors of all rows, by layer type where the model tells them apart. Each ([N, R, D], [N, R, D])"""
@@ -243,12 +274,19 @@ class Backbone(nn.Module):
         return layer
 
     @torch.no_grad()
-    def _verify(self, model: PreTrainedModel, n: int = 8) -> None:
-        """Run a few tokens through the model's own forward and through the walk; they have to agree."""
+    def _probe(self, model: PreTrainedModel | None, n: int = 8) -> None:
+        """Run a few tokens: they show the shapes of keys and values, and have to give the model's own logits."""
         ids = torch.arange(n, device=self.device)[None] % self.vocab_size
-        own = _eval_forward(model, ids)
+        cache = PrefixCache(self.n_layers)
         start = torch.zeros(1, dtype=torch.long, device=self.device)
-        ours = self.logits(self(chain(start, n), PrefixCache(self.n_layers), ids).clean)
+        layout = chain(start, n)
+        ours = self.logits(self(layout, cache, ids).clean)
+        for layer in cache.layers:
+            assert layer.keys is not None and layer.values is not None
+            self.kv_shapes.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
+        if model is None:
+            return
+        own = _eval_forward(model, ids)
         loose = 0.1 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
         error = (own - ours).float().norm() / own.float().norm().clamp(min=1e-6)
         if not error < loose:

@@ -1,7 +1,7 @@
-"""Key/value storage behind transformers' `Cache` interface.
+"""Key/value storage; each layer sees its own part of it behind transformers' `Cache` interface.
 
-`KVCache` serves decoding: static slots per request, so that slot s of a request holds its position s, and a scratch tail
-for the rows of the running forward. Only `commit` makes rows permanent, and only clean rows are ever committed.
+`KVCache` serves decoding: static slots per request, so that slot s of a request holds its position s, and a scratch
+tail for the rows of the running forward. Only `commit` makes rows permanent, and only clean rows are ever committed.
 `PrefixCache` serves training: the clean rows' keys and values of one forward, which later draft rows read.
 """
 
@@ -14,79 +14,113 @@ from transformers import Cache
 from selfspec.rows import RowLayout
 
 
-class KVCache(Cache):
-    """Static per-request slots, written in place; layers allocate on their first update.
-
-    The n requests of a forward always stand in neighbouring slots (`move` fills gaps), so what attention reads is a view.
+class LayerCache(Cache):
+    """One layer's part of a cache, handed to that layer; it knows no layer index, so that layers share compiled code.
 
     Args:
-        n_layers: layers of the backbone.
+        owner: the cache that knows where the running forward's rows go.
+        keys: [..., Hkv, S, D] storage.
+        values: [..., Hkv, S, Dv] storage.
+    """
+
+    def __init__(self, owner: KVCache | PrefixCache, keys: Tensor | None = None, values: Tensor | None = None):
+        super().__init__(layers=[])
+        self.owner, self.keys, self.values = owner, keys, values
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Take in this forward's rows and hand back all that attention reads.
+
+        Args:
+            key_states: [n, Hkv, R, D]
+            value_states: [n, Hkv, R, Dv]
+            args: what else transformers' interface passes (the layer's index), not needed here.
+            kwargs: likewise.
+        """
+        return self.owner.take(self, key_states, value_states)
+
+
+class KVCache:
+    """Static per-request slots, written in place.
+
+    The n requests of a forward always stand in neighbouring slots (`move` fills gaps), so what attention reads is a
+    view.
+
+    Args:
+        shapes: (Hkv, D, Dv) of every layer.
         slots: requests that fit.
         capacity: committed positions that fit per request.
         tail: rows of one forward that fit behind the committed positions.
+        dtype: of keys and values.
+        device: where they live.
     """
 
-    def __init__(self, n_layers: int, slots: int, capacity: int, tail: int):
-        super().__init__(layers=[])
+    def __init__(
+        self,
+        shapes: list[tuple[int, int, int]],
+        slots: int,
+        capacity: int,
+        tail: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         self.slots, self.capacity, self.tail = slots, capacity, tail
-        self.keys: list[Tensor | None] = [None] * n_layers  # each [slots, Hkv, capacity + tail, D]
-        self.values: list[Tensor | None] = [None] * n_layers
+        size = capacity + tail
+        # zeros, not empty: a masked slot's weight is 0, and 0 * nan is nan
+        keys = [torch.zeros(slots, h, size, d, dtype=dtype, device=device) for h, d, _ in shapes]
+        values = [torch.zeros(slots, h, size, d, dtype=dtype, device=device) for h, _, d in shapes]
+        self.layers = [LayerCache(self, k, v) for k, v in zip(keys, values)]
+        self.stores = keys + values
         self.lengths = [0] * slots  # committed positions, known to the host
         self._write: tuple[Tensor, ...] = ()
-        self._first = self._n_keys = 0
+        self._first = self._n = self._n_keys = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated so far."""
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values) if t is not None)
+        """Bytes allocated."""
+        return sum(t.numel() * t.element_size() for t in self.stores)
 
-    def bind(self, layout: RowLayout, first: int = 0) -> int:
+    def bind(self, layout: RowLayout, first: int = 0, n_keys: int | None = None) -> int:
         """Point the next forward's writes behind each request's committed positions.
 
         Args:
             layout: the forward.
             first: cache slot of the layout's first request; the others follow it.
+            n_keys: K where the caller fixes it (a graph replays one K at many lengths): no row of a running request may
+                stand at or past it. None takes it from the lengths that the host knows.
 
         Returns:
-            K, the slots that attention has to read: up to the longest request's last row.
+            K, the slots that attention has to read: up to the longest request's last row, or `n_keys`.
 
         Raises:
             ValueError: when a request or the forward's rows do not fit.
         """
         n, r = layout.n_requests, layout.n_rows
         longest = max(self.lengths[first : first + n], default=0)
-        if longest > self.capacity or r > self.tail:
+        if n_keys is None:
+            n_keys = longest + r
+            fits = longest <= self.capacity and r <= self.tail
+        else:
+            fits = n_keys <= self.capacity + self.tail
+        if not fits:
             raise ValueError(
-                f"the KV cache holds {self.capacity} positions and {self.tail} rows a forward; asked for {longest} and {r}"
+                f"the KV cache holds {self.capacity} positions and {self.tail} rows a forward; "
+                f"asked for {longest} and {r}, {n_keys} slots in all"
             )
         device = layout.positions.device
         slot = layout.start[:, None] + torch.arange(r, device=device)
         self._write = (torch.arange(first, first + n, device=device)[:, None], slot)
-        self._first, self._n_keys = first, longest + r
-        return self._n_keys
+        self._first, self._n, self._n_keys = first, n, n_keys
+        return n_keys
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
-        """Write this forward's rows into the tail and hand back views of prefix plus tail.
-
-        Args:
-            key_states: [n, Hkv, R, D]
-            value_states: [n, Hkv, R, Dv]
-            layer_idx: the layer.
-        """
+    def take(self, layer: LayerCache, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Write this forward's rows into the tail and hand back views of prefix plus tail."""
+        requests, slot = self._write
+        slot = slot[:, : key_states.shape[2]]  # layers below the entry have no draft rows
         out = []
-        for store, new in ((self.keys, key_states), (self.values, value_states)):
-            if store[layer_idx] is None:
-                _, h, _, d = new.shape
-                # zeros, not empty: a masked slot's weight is 0, and 0 * nan is nan
-                store[layer_idx] = new.new_zeros(self.slots, h, self.capacity + self.tail, d)
-            full = store[layer_idx]
+        for full, new in ((layer.keys, key_states), (layer.values, value_states)):
             assert full is not None
-            n, r = new.shape[0], new.shape[2]
-            requests, slot = self._write
-            full.transpose(1, 2)[requests, slot[:, :r]] = new.transpose(1, 2)  # [n, R, Hkv, D]
-            out.append(full[self._first : self._first + n, :, : self._n_keys])
+            full.transpose(1, 2)[requests, slot] = new.transpose(1, 2)  # [n, R, Hkv, D]
+            out.append(full[self._first : self._first + self._n, :, : self._n_keys])
         return out[0], out[1]
 
     def commit(self, counts: list[int], rows: Tensor | None = None) -> None:
@@ -94,40 +128,41 @@ class KVCache(Cache):
 
         Args:
             counts: rows to keep of each request, in order.
-            rows: [n, A] long, the accepted path: row indices in order (a tree), padded past `counts`. None when the rows
-                already stand in order (a chain), and nothing has to move.
+            rows: [n, A] long, the accepted path: row indices in order (a tree), padded past `counts`. None when the
+                rows already stand in order (a chain), and nothing has to move.
         """
         if rows is not None:
-            requests, slot = self._write
-            src = slot[:, :1] + rows
-            dst = slot[:, :1] + torch.arange(rows.shape[1], device=rows.device)
-            for store in (self.keys, self.values):
-                for full in store:
-                    if full is not None:
-                        by_slot = full.transpose(1, 2)
-                        by_slot[requests, dst] = by_slot[requests, src]  # gathered whole before it is written
+            self.compact(rows)
         for i, count in enumerate(counts, self._first):
             self.lengths[i] += count
 
-    def move(self, src: int, dst: int) -> None:
-        """Copy a request's committed positions to another slot, over what stood there."""
-        length = self.lengths[src]
-        for store in (self.keys, self.values):
-            for full in store:
-                if full is not None:
-                    full[dst, :, :length] = full[src, :, :length]
-        self.lengths[dst] = length
+    def compact(self, rows: Tensor) -> None:
+        """Move the accepted rows of the last forward to the front of its tail. rows: [n, A] long, in order."""
+        requests, slot = self._write
+        src = slot[:, :1] + rows
+        dst = slot[:, :1] + torch.arange(rows.shape[1], device=rows.device)
+        for full in self.stores:
+            by_slot = full.transpose(1, 2)
+            by_slot[requests, dst] = by_slot[requests, src]  # gathered whole before it is written
 
-    def crop(self, length: int, slot: int = 0) -> None:  # type: ignore[override]
+    def move(self, src: int | list[int], dst: int | list[int]) -> None:
+        """Copy requests' committed positions to other slots, over what stood there; no slot may be in both lists."""
+        sources = [src] if isinstance(src, int) else src
+        targets = [dst] if isinstance(dst, int) else dst
+        length = max((self.lengths[s] for s in sources), default=0)
+        if length:
+            old, new = torch.tensor([sources, targets], device=self.stores[0].device)
+            for full in self.stores:
+                full[new, :, :length] = full[old, :, :length]
+        for s, t in zip(sources, targets, strict=True):
+            self.lengths[t] = self.lengths[s]
+
+    def crop(self, length: int, slot: int = 0) -> None:
         """Forget a request's positions from `length` on."""
         self.lengths[slot] = min(self.lengths[slot], length)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Committed positions of the first slot (transformers' interface for one sequence)."""
-        return self.lengths[0]
 
-
-class PrefixCache(Cache):
+class PrefixCache:
     """Detached keys and values of one clean forward; draft rows append theirs by concatenation, with gradient.
 
     Args:
@@ -135,28 +170,18 @@ class PrefixCache(Cache):
     """
 
     def __init__(self, n_layers: int):
-        super().__init__(layers=[])
-        self.keys: list[Tensor | None] = [None] * n_layers  # each [N, Hkv, S, D]
-        self.values: list[Tensor | None] = [None] * n_layers
+        self.layers = [LayerCache(self) for _ in range(n_layers)]
         self.recording = True
 
-    def bind(self, layout: RowLayout, first: int = 0) -> int:
+    def bind(self, layout: RowLayout, first: int = 0, n_keys: int | None = None) -> int:
         """Returns K: the rows alone while recording, afterwards the prefix and the rows."""
-        prefix = 0 if self.recording else next(k.shape[2] for k in self.keys if k is not None)
+        prefix = 0 if self.recording else next(c.keys.shape[2] for c in self.layers if c.keys is not None)
         return prefix + layout.n_rows
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
-    ) -> tuple[Tensor, Tensor]:
+    def take(self, layer: LayerCache, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Record the clean rows, or append draft rows to what was recorded."""
         if self.recording:
-            self.keys[layer_idx], self.values[layer_idx] = key_states.detach(), value_states.detach()
+            layer.keys, layer.values = key_states.detach(), value_states.detach()
             return key_states, value_states
-        k, v = self.keys[layer_idx], self.values[layer_idx]
-        assert k is not None and v is not None
-        return torch.cat([k, key_states], 2), torch.cat([v, value_states], 2)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Recorded positions."""
-        k = self.keys[layer_idx]
-        return 0 if k is None else k.shape[2]
+        assert layer.keys is not None and layer.values is not None
+        return torch.cat([layer.keys, key_states], 2), torch.cat([layer.values, value_states], 2)

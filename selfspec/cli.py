@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("see self-speculation at work, measured and proved", "selfspec.demo:main"),
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
+    "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
 }
 
 

@@ -1,7 +1,8 @@
 """The one round: draft a tree, verify it in one forward, commit the path that the base model itself would have taken.
 
 Plain decoding is a round whose tree is the anchor alone. An overlapped round hangs draft groups on the tree's nodes, so
-that the next draft comes out of the same forward. Pure tensor functions; what the host has to know leaves in one transfer.
+that the next draft comes out of the same forward. Pure tensor functions; what the host has to know leaves in one
+transfer.
 """
 
 from __future__ import annotations

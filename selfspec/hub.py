@@ -61,7 +61,9 @@ def load(
             f"and the hub gave no model of that name: {error}"
         ) from error
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype is None else dtype)
-    return (model if device is None else model.to(device)).eval(), tokenizer
+    if device is not None:
+        model.to(device)  # type: ignore[arg-type]  # the decorator on `to` hides its self
+    return model.eval(), tokenizer
 
 
 def embedded_file(name: str) -> Path:

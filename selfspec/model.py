@@ -172,11 +172,12 @@ class SelfSpecModel:
             raise ValueError(f"generate() takes no argument {', '.join(sorted(map(repr, unknown)))}")
         if merged.do_sample:
             raise ValueError("do_sample=True: this release decodes greedily; pass do_sample=False")
-        neutral = {None, False, 0, 1, 1.0, "never"}
+        neutral = {None, False, 1, "never"}
         odd = [
             f"{k}={v!r}"
             for k, v in merged.to_diff_dict().items()
-            if k not in SUPPORTED | SAMPLING_ONLY | IRRELEVANT and not (isinstance(v, str | int | float) and v in neutral)
+            if k not in SUPPORTED | SAMPLING_ONLY | IRRELEVANT
+            and not (isinstance(v, str | int | float) and v in neutral)
         ]
         if (merged.num_return_sequences or 1) != 1:
             odd.append("num_return_sequences > 1 without sampling")

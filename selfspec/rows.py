@@ -21,8 +21,8 @@ class RowLayout:
         positions: [N, R] long, absolute position of each row (rotary, windows).
         start: [N] long, slot of row 0; also the number of prefix slots.
         n_clean: C; rows `[0, C)` are clean, rows `[C, R)` are draft.
-        parents: [N, C] long, the clean row that a clean row follows, -1 for the prefix; a parent stands before its child.
-            None means a chain.
+        parents: [N, C] long, the clean row that a clean row follows, -1 for the prefix; a parent stands before its
+            child. None means a chain.
         attach: [N, D] long, the clean row on whose path a draft row's group hangs, -1 for the prefix alone.
         group: [N, D] long, group of a draft row; -1 is padding.
         limit: [N, D] long, a draft row sees prefix positions below it. Decoding: the committed length. Training: the
@@ -161,7 +161,7 @@ def attention_rule(layout: RowLayout, n_keys: int, window: int | None = None) ->
     prefix, inside = row < 0, (row >= 0) & (row < r)
     row = row.clamp(0, max(r - 1, 0))
 
-    seen = _row_to_row(layout)  # [N, R, R]
+    seen = row_to_row(layout)  # [N, R, R]
     allow = seen.gather(2, row[:, None].expand(n, r, n_keys)) & inside[:, None]
     key_pos = _on_slots(layout.key_positions, layout.positions, slot, row, prefix, fill=slot)
     allow[:, :c] |= prefix[:, None]
@@ -175,7 +175,7 @@ def attention_rule(layout: RowLayout, n_keys: int, window: int | None = None) ->
     return allow
 
 
-def _row_to_row(layout: RowLayout) -> Tensor:
+def row_to_row(layout: RowLayout) -> Tensor:
     """Which rows of this forward see which others. bool [N, R, R]"""
     n, r, c = layout.n_requests, layout.n_rows, layout.n_clean
     device = layout.positions.device

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from selfspec import decode
 from selfspec.backbone import Backbone
-from selfspec.cache import KVCache
 from selfspec.decode import State
 from selfspec.draft import DraftTree, chain_of
 from selfspec.draft.block import propose
@@ -75,7 +74,7 @@ class Session:
                 self.config.require(layout, plan.block_size)
         nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
         rows = nodes * (1 + plan.block_size) if plan.overlap else max(nodes, plan.block_size)
-        self.cache = KVCache(backbone.n_layers, slots, capacity, max(rows, min(PREFILL_CHUNK, capacity)))
+        self.cache = backbone.new_cache(slots, capacity, max(rows, min(PREFILL_CHUNK, capacity)))
         self.active: list[Request] = []
         self.state: State | None = None
         self.saved: Tensor | None = None  # [n, B - 1, V] marginals that the last verify forward drafted
@@ -124,6 +123,7 @@ class Session:
         logits = self.saved
         if logits is None:
             logits = propose(self.backbone, self.cache, state.anchor, state.start, size, self.config, state.features)
+            assert self.config is not None
             depth = 1 - self.config.entry / self.backbone.n_layers
             for r in self.active:
                 r.stats.drafts += depth

@@ -1,4 +1,4 @@
-"""Shallow copies of a model's modules that share every parameter, so that nothing is ever changed on the user's model."""
+"""Shallow copies of a model's modules that share every parameter, so that nothing changes on the user's model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def inner_decoder(model: PreTrainedModel) -> nn.Module:
             f"{name} has no stack of decoder layers with rotary positions and a final norm under "
             f"{'/'.join(INNER_NAMES)}; recurrent models (Mamba, RWKV) and learned or ALiBi positions are not supported"
         )
-    if not any("attention_mask" in inspect.signature(m.forward).parameters for m in decoder_layers(inner)):
+    if not all("attention_mask" in inspect.signature(m.forward).parameters for m in layers_of(inner)):
         raise UnsupportedModel(f"{name}'s layers take no attention mask; selfspec needs attention layers")
     return inner
 
@@ -69,6 +69,20 @@ def inner_decoder(model: PreTrainedModel) -> nn.Module:
 def decoder_layers(inner: nn.Module) -> nn.ModuleList | None:
     """The stack of decoder layers."""
     return next((m for n in LAYER_NAMES if isinstance(m := getattr(inner, n, None), nn.ModuleList)), None)
+
+
+def layers_of(inner: nn.Module) -> nn.ModuleList:
+    """The stack of decoder layers of a decoder that was checked to have one."""
+    layers = decoder_layers(inner)
+    assert layers is not None
+    return layers
+
+
+def table_of(model: PreTrainedModel) -> Tensor:
+    """The token embeddings' weight. [V, d]"""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight
 
 
 def final_norm(inner: nn.Module) -> nn.Module | None:
@@ -121,8 +135,8 @@ def embedding_scale(model: PreTrainedModel, inner: nn.Module) -> float | Tensor 
     layers = next(n for n in LAYER_NAMES if n in inner._modules)
     norm = next(n for n in NORM_NAMES if n in inner._modules)
     stem._modules[layers], stem._modules[norm] = nn.ModuleList(), nn.Identity()
-    embed = model.get_input_embeddings()
-    ids = torch.arange(min(8, embed.weight.shape[0]), device=embed.weight.device)[None]
+    embed, table = model.get_input_embeddings(), table_of(model)
+    ids = torch.arange(min(8, len(table)), device=table.device)[None]
     with torch.no_grad():
         got, plain = stem(input_ids=ids, use_cache=False).last_hidden_state, embed(ids)
     if torch.equal(got, plain):

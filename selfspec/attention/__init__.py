@@ -1,21 +1,40 @@
 """Attention backends behind one signature, and the function that transformers' layers call.
 
-A backend is `fn(query [N, H, R, D], key [N, Hkv, K, D], value [N, Hkv, K, Dv], rule, window, scale, softcap, sinks)` and
-returns [N, H, R, Dv]; `rule` is the `AttentionRule` of the forward. Each stands in its own file and in `BACKENDS`.
+A backend is a module in this folder with two functions. `attention(query [N, H, R, D], key [N, Hkv, K, D], value [N,
+Hkv, K, Dv], rule, window, scale, softcap, sinks)` returns [N, H, R, Dv], where `rule` is the forward's `AttentionRule`.
+`prepare(rule, window)` builds on the rule what `attention` will read from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from selfspec.attention.sdpa import sdpa
-from selfspec.rows import RowLayout, attention_rule
+from selfspec.rows import RowLayout, attention_rule, row_to_row
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {"sdpa": sdpa}
+BACKENDS = ("sdpa", "triton")  # each a module here, imported when it is first asked for
 NAME = "selfspec"  # this package's entry in transformers' AttentionInterface
+
+
+@cache
+def backend(name: str) -> ModuleType:
+    """A backend by name.
+
+    Raises:
+        ValueError: there is none of that name, or its library is not installed.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"attention backend {name!r}: expected one of {', '.join(BACKENDS)}")
+    try:
+        return import_module(f"selfspec.attention.{name}")
+    except ImportError as error:
+        raise ValueError(f"attention backend {name!r} cannot be loaded here ({error})") from error
 
 
 class AttentionRule:
@@ -24,18 +43,52 @@ class AttentionRule:
     Args:
         layout: the forward.
         n_keys: K, length of the slot axis that attention reads.
-        backend: a name in `BACKENDS`.
+        name: of the backend.
+        asked: collects the windows that layers ask for, where that is not known yet.
     """
 
-    def __init__(self, layout: RowLayout, n_keys: int, backend: str = "sdpa"):
-        self.layout, self.n_keys, self.backend = layout, n_keys, BACKENDS[backend]
+    def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa", asked: set[int | None] | None = None):
+        self.layout, self.n_keys, self.backend, self.asked = layout, n_keys, backend(name), asked
         self._masks: dict[int | None, Tensor] = {}
+        self._compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+    def prepare(self, windows: Iterable[int | None]) -> AttentionRule:
+        """Build all that the layers will read, before they run: compiled layers then find it there."""
+        for window in windows:
+            self.backend.prepare(self, window)
+        return self
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, *how) -> Tensor:
+        """Attention of the forward's rows by the chosen backend. Returns [N, H, R, Dv]."""
+        if self.asked is not None:
+            self.asked.add(window)
+        return self.backend.attention(query, key, value, self, window, *how)
 
     def mask(self, window: int | None) -> Tensor:
         """The dense mask, built once per window. bool [N, R, K]"""
         if window not in self._masks:
             self._masks[window] = attention_rule(self.layout, self.n_keys, window)
         return self._masks[window]
+
+    def compact(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The rule of a decoding layout without a mask over the prefix, built once.
+
+        Returns:
+            int32: start [N]; limit [N, R], the prefix slots below it are visible; positions [N, R]; and uint8 [N, R,
+                R],
+            which rows of the forward see which.
+        """
+        layout = self.layout
+        if layout.segments is not None or layout.key_positions is not None:
+            raise ValueError("packed layouts have no compact rule: use the sdpa or the flex backend")
+        if self._compact is None:
+            limit = layout.start[:, None].expand(-1, layout.n_clean)
+            if layout.limit is not None:
+                limit = torch.cat([limit, layout.limit], 1)
+            numbers = (x.int().contiguous() for x in (layout.start, limit, layout.positions))
+            self._compact = (*numbers, row_to_row(layout).to(torch.uint8).contiguous())  # type: ignore[assignment]
+        assert self._compact is not None
+        return self._compact
 
 
 def attend(
@@ -53,7 +106,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface over an `AttentionRule`. Returns ([N, R, H, Dv], None)."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attention_mask.backend(query, key, value, attention_mask, sliding_window, scale, softcap, s_aux)
+    out = attention_mask.run(query, key, value, sliding_window, scale, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -7,7 +7,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def sdpa(
+def prepare(rule, window: int | None) -> None:
+    """Build the dense mask."""
+    rule.mask(window)
+
+
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

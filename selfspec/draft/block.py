@@ -1,7 +1,7 @@
 """Block draft: one group of mask rows after the anchor, all positions guessed at once (DFlash, arXiv 2602.06036).
 
-Same-position prediction: slot 0 holds the anchor, slot j predicts the token at the anchor's position + j. A shifted path
-(Orthrus, arXiv 2605.12825) predicts one ahead of each row instead.
+Same-position prediction: slot 0 holds the anchor, slot j predicts the token at the anchor's position + j. A shifted
+path (Orthrus, arXiv 2605.12825) predicts one ahead of each row instead.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def best_first(anchor: Tensor, logits: Tensor, budget: int) -> DraftTree:
 
 def _grow(top: list[list[float]], ids: list[list[int]], budget: int) -> tuple[list[int], list[int]]:
     """Tokens and parents of one request's nodes, most probable prefix first."""
-    tokens, parents = [], []
+    tokens: list[int] = []
+    parents: list[int] = []
     depth, width = len(top), len(top[0]) if top else 0
     heap = [(-top[0][0], 0, 0, 0)] if depth and budget else []  # (-score, parent node, depth, rank)
     while heap and len(tokens) < budget:

@@ -32,13 +32,14 @@ def walk(tree: DraftTree, targets: Tensor) -> Accepted:
         rows = torch.arange(m, device=targets.device).expand(n, m)
         return Accepted(rows, 1 + hits.sum(1), targets)
     at = torch.zeros(n, dtype=torch.long, device=targets.device)
-    count, alive, rows = at + 1, at == 0, [at]
+    count, alive = at + 1, at == 0
+    path = [at]
     for _ in range(m - 1):
         want = targets.gather(1, at[:, None])
         child = (tree.parents == at[:, None]) & (tree.tokens == want)  # [N, M]
         alive = alive & child.any(1)
         at = torch.where(alive, child.int().argmax(1), at)
         count = count + alive
-        rows.append(at)
-    path = torch.stack(rows, 1)
-    return Accepted(path, count, targets.gather(1, path))
+        path.append(at)
+    rows = torch.stack(path, 1)
+    return Accepted(rows, count, targets.gather(1, rows))
