@@ -51,6 +51,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         "vocab_size": table.shape[0],
         "hidden_size": table.shape[1],
         "n_layers": len(layers),
+        "dtype": str(table.dtype).removeprefix("torch."),
         "weights": digest,
         "sample": [round(x, 6) for p in parts for x in p[:4].float().tolist()],
     }
@@ -67,6 +68,8 @@ def save(path: MaskPathModel, folder: str | Path, model: PreTrainedModel, dtype:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in (PEFT_WEIGHTS, "adapter_config.json"):  # of an adapter of the other kind
+        (folder / stale).unlink(missing_ok=True)
     state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in path.state_dict().items()}
     if path.config.tuning == "lora":
         names = _peft_names(path, model)
@@ -98,13 +101,14 @@ def load(
     reason = mismatch(config.fingerprint, model, finetuned_base)
     if reason:
         raise AdapterError(f"the adapter in {folder} does not fit this model: {reason}")
-    path = MaskPathModel(model, config, dtype)
     try:
+        path = MaskPathModel(model, config, dtype)
         state = load_file(folder / WEIGHTS)
         if config.tuning == "lora":
             stored = load_file(folder / PEFT_WEIGHTS)
             state |= {k: stored.pop(v) for k, v in _peft_names(path, model).items() if v in stored}
-    except (OSError, SafetensorError) as error:
+            state |= stored  # names that the path does not have
+    except (OSError, SafetensorError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} is damaged ({error}); copy or train it again") from error
     _fill(path, state, folder)
     return path.requires_grad_(False).eval()
@@ -118,8 +122,10 @@ def read_config(folder: Path) -> MaskPathConfig:
     """
     try:
         data = json.loads((folder / CONFIG).read_text())
-        if data.pop("format") != FORMAT:
+        if not isinstance(data, dict) or data.pop("format") != FORMAT:
             raise ValueError(f"written in another format than {FORMAT}")
+        if not isinstance(data.get("fingerprint"), dict):
+            raise ValueError("no fingerprint of the base model")
         return MaskPathConfig.from_dict(data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise AdapterError(
@@ -152,11 +158,11 @@ def mismatch(wanted: dict[str, Any], model: PreTrainedModel, finetuned_base: boo
     for key in ("architecture", "vocab_size", "hidden_size", "n_layers"):
         if wanted.get(key) != found[key]:
             return f"it was trained on {key} {wanted.get(key)}, this model has {found[key]}"
-    if finetuned_base or wanted["weights"] == found["weights"]:
+    if finetuned_base or wanted.get("weights") == found["weights"]:
         return None
-    half = table_of(model).dtype == torch.float16  # rounds twice, so the hash may differ
-    a, b = torch.tensor(wanted["sample"]), torch.tensor(found["sample"])
-    if half and torch.allclose(a, b, rtol=2**-6, atol=1e-6):
+    half = "float16" in (found["dtype"], wanted.get("dtype"))  # rounds twice, so the hash may differ
+    a, b = torch.tensor(wanted.get("sample", [])), torch.tensor(found["sample"])
+    if half and a.shape == b.shape and torch.allclose(a, b, rtol=2**-6, atol=1e-6):
         return None
     return "its weights are not those it was trained on (for a fine-tuned base, pass finetuned_base=True)"
 

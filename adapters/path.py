@@ -26,6 +26,10 @@ class MaskPathModel(nn.Module):
         super().__init__()
         self.config = config
         layers, table = layers_of(inner_decoder(model)), table_of(model)
+        if any(not 0 <= t <= len(layers) for t in config.taps):
+            raise ValueError(f"taps {config.taps} must lie between 0 and {len(layers)}, the model's last hidden state")
+        if config.mask_id is not None and not 0 <= config.mask_id < table.shape[0]:
+            raise ValueError(f"mask_id {config.mask_id} is outside the vocabulary, 0..{table.shape[0] - 1}")
         dtype = dtype or table.dtype
         d, n = table.shape[1], config.block_size if config.mask_embedding == "per_slot" else 1
         start = table.float().mean(0) if config.mask_id is None else table[config.mask_id]

@@ -16,7 +16,7 @@ from selfspec import rows
 from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
-from selfspec.draft.block import draft_inputs
+from selfspec.draft.block import ban_mask, draft_inputs
 from selfspec.verify import Accepted
 from selfspec.verify.greedy import greedy
 
@@ -105,16 +105,18 @@ def commit(
     return State(accepted.bonus, state.start + accepted.count, features), emitted
 
 
-def saved_draft(backbone: Backbone, accepted: Accepted, hidden: Hidden, group_size: int) -> Tensor:
+def saved_draft(backbone: Backbone, accepted: Accepted, hidden: Hidden, group_size: int, path) -> Tensor:
     """The marginals drafted beside the verification, for the outcome that really came.
 
+    A group's slot 0 stands on the bonus; a shifted path's slot 0 therefore guesses the first position after it.
+
     Returns:
-        [N, group_size - 1, V] logits of the positions after the bonus.
+        [N, group_size - 1, V] logits of the positions after the bonus; the mask's own vocabulary id is banned.
     """
     n, _, d = hidden.draft.shape
     groups = hidden.draft.reshape(n, -1, group_size, d)  # one group a node
     chosen = groups[torch.arange(n, device=groups.device), accepted.last]  # [N, B, d]
-    return backbone.logits(chosen[:, 1:])
+    return ban_mask(backbone.logits(chosen[:, :-1] if path.shift else chosen[:, 1:]), path.mask_id)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

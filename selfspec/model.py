@@ -9,20 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from selfspec import hub
+from selfspec import hub, settings
 from selfspec.adapters import MaskPathModel, io
 from selfspec.backbone import Backbone
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
 from selfspec.stats import Stats
-
-# fields of a GenerationConfig that this release acts on; any other that is set raises
-SUPPORTED = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences"}
-# without sampling they say nothing (transformers warns about them and goes on)
-SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
-IRRELEVANT = {"use_cache", "cache_implementation", "cache_config", "transformers_version", "_from_model_config"}
 
 
 class SelfSpecModel:
@@ -91,14 +85,15 @@ class SelfSpecModel:
         block_size: int | None = None,
         tree_nodes: int = 16,
         **kwargs: Any,
-    ) -> Tensor:
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Greedy generation, token for token what `model.generate(..., do_sample=False)` gives.
 
         Args:
             inputs: [N, T] long prompts, padded on either side.
             generation_config: as in transformers; keyword arguments override its fields.
             input_ids: the same as `inputs`.
-            attention_mask: [N, T], 0 on padding. Without it every token counts.
+            attention_mask: [N, T], 0 on padding. Without it the pad token is padding, unless it is also an EOS, as in
+                transformers.
             streamer: gets the prompt, then each round's committed tokens (one prompt only).
             mode: "ar", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an adapter.
             block_size: tokens verified per round in a chain; by default the adapter's.
@@ -106,35 +101,41 @@ class SelfSpecModel:
             **kwargs: fields of `GenerationConfig`.
 
         Returns:
-            [N, T + longest answer] long: the prompts as given, then the answers, padded on the right.
+            [N, T + longest answer] long: the prompts as given, then the answers, padded on the right; with
+            `return_dict_in_generate` as the `sequences` of transformers' output class.
 
         Raises:
             ValueError: an argument that this release does not act on, or a prompt that does not fit.
         """
         ids = self._one_input(inputs, input_ids)
-        config = self._config(generation_config, kwargs)
+        config = settings.merge(self.model.generation_config, generation_config, kwargs)
+        eos, pad = settings.eos_ids(config), settings.pad_id(config)
+        if attention_mask is None and pad is not None and pad not in eos:
+            attention_mask = ids != pad
         prompts = _prompts(ids, attention_mask)
-        eos = _eos(config.eos_token_id)
         cap = self._cap(config, prompts, ids.shape[1])
         if streamer is not None and len(prompts) > 1:
             raise ValueError("a streamer takes one prompt at a time")
         if streamer is not None:
             streamer.put(ids.cpu())
-        requests = [Request(p, cap, eos) for p in prompts]
+        requests = [Request(p, cap, frozenset(eos)) for p in prompts]
         plan = self.plan(mode, block_size, tree_nodes)
-        for tokens in self.run(requests, plan) if cap else ():
+        for tokens in self.run(requests, plan):
             if streamer is not None and tokens:
                 streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
         self.stats = [r.stats for r in requests]
-        return _padded(ids, requests, _pad(config, eos))
+        sequences = _padded(ids, requests, pad or 0)
+        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
     def run(self, requests: list[Request], plan: Plan, slots: int | None = None) -> Iterator[list[int]]:
         """Decode requests to their end. Yields what the first request emits, round by round."""
         slots = min(slots or len(requests), len(requests))
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
         session = Session(self.backbone, plan, slots, capacity)
+        for request in requests:
+            session.check(request)
         waiting = list(requests)
         while waiting or session.active:
             free = slots - len(session.active)
@@ -146,7 +147,13 @@ class SelfSpecModel:
             yield from (tokens for request, tokens in emitted if request is requests[0])
 
     def plan(self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16) -> Plan:
-        """The fixed plan that these choices stand for."""
+        """The fixed plan that these choices stand for.
+
+        Raises:
+            ValueError: a plan that drafts, and no adapter.
+        """
+        if self.path is None and (mode not in (None, "ar") or block_size not in (None, 1)):
+            raise ValueError(f"mode={mode!r}, block_size={block_size!r}: drafting needs an adapter, and none is loaded")
         if mode is None:
             mode = "ar" if self.path is None else "sequential"
         if block_size is None:
@@ -160,40 +167,16 @@ class SelfSpecModel:
         assert ids is not None
         if ids.dim() != 2 or not ids.numel():
             raise ValueError(f"the prompt is empty or not [N, T]: got shape {tuple(ids.shape)}")
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ValueError(f"token ids must be integers, got {ids.dtype}")
         if int(ids.min()) < 0 or int(ids.max()) >= self.backbone.vocab_size:
             raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
         return ids.to(self.backbone.device)
 
-    def _config(self, config: GenerationConfig | None, overrides: dict[str, Any]) -> GenerationConfig:
-        """The user's settings over the model's own; whatever this release would ignore raises."""
-        merged = GenerationConfig.from_dict((config or self.model.generation_config).to_dict())
-        unknown = merged.update(**{k: v for k, v in overrides.items() if v is not None})
-        if unknown:
-            raise ValueError(f"generate() takes no argument {', '.join(sorted(map(repr, unknown)))}")
-        if merged.do_sample:
-            raise ValueError("do_sample=True: this release decodes greedily; pass do_sample=False")
-        neutral = {None, False, 1, "never"}
-        odd = [
-            f"{k}={v!r}"
-            for k, v in merged.to_diff_dict().items()
-            if k not in SUPPORTED | SAMPLING_ONLY | IRRELEVANT
-            and not (isinstance(v, str | int | float) and v in neutral)
-        ]
-        if (merged.num_return_sequences or 1) != 1:
-            odd.append("num_return_sequences > 1 without sampling")
-        if odd:
-            raise ValueError(f"not supported in this release: {', '.join(odd)}")
-        return merged
-
     def _cap(self, config: GenerationConfig, prompts: list[list[int]], width: int) -> int:
-        """New tokens allowed, in transformers' order of precedence, checked against the model's context."""
-        if config.max_new_tokens is not None:
-            cap = config.max_new_tokens
-        else:
-            cap = (config.max_length or 20) - width
+        """New tokens allowed, checked against the model's context."""
         limit, longest = self.backbone.max_positions, max(map(len, prompts))
-        if cap < 0 or (config.max_new_tokens is None and cap == 0):
-            raise ValueError(f"the prompt has {width} tokens, max_length allows {config.max_length}: nothing is left")
+        cap = settings.new_tokens(config, width, limit)
         if limit is not None and longest + cap > limit:
             raise ValueError(
                 f"a prompt of {longest} tokens and {cap} new ones exceed the model's {limit} positions; "
@@ -218,22 +201,6 @@ def _prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
             raise ValueError(f"prompt {i}: the attention_mask has holes between tokens")
         out.append(kept)
     return out
-
-
-def _eos(ids: int | list[int] | Tensor | None) -> frozenset[int]:
-    if ids is None:
-        return frozenset()
-    if isinstance(ids, Tensor):
-        ids = ids.tolist()
-    return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def _pad(config: GenerationConfig, eos: frozenset[int]) -> int:
-    """The pad token, or the first EOS where a model has none, as in transformers."""
-    if config.pad_token_id is not None:
-        return config.pad_token_id
-    ids = config.eos_token_id
-    return ids[0] if isinstance(ids, list) else ids if isinstance(ids, int) else min(eos, default=0)
 
 
 def _padded(ids: Tensor, requests: list[Request], pad: int) -> Tensor:

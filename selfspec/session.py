@@ -72,6 +72,11 @@ class Session:
                 raise ValueError(f"mode {plan.mode!r} needs an adapter; load one, or decode with mode='ar'")
             for layout in plan.layouts:
                 self.config.require(layout, plan.block_size)
+            if plan.overlap and self.config.taps:
+                raise ValueError(
+                    f"this adapter reads features {self.config.taps} of the last clean position, which an overlapped "
+                    "forward computes too late; choose mode='sequential' or 'tree', or train it without taps"
+                )
         nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
         rows = nodes * (1 + plan.block_size) if plan.overlap else max(nodes, plan.block_size)
         self.cache = backbone.new_cache(slots, capacity, max(rows, min(PREFILL_CHUNK, capacity)))
@@ -81,7 +86,15 @@ class Session:
 
     @torch.no_grad()
     def add(self, requests: list[Request]) -> list[list[int]]:
-        """Prefill requests into free slots. Returns the first token of each, as `step` does."""
+        """Prefill requests into free slots. Returns the first token of each, as `step` does.
+
+        Raises:
+            ValueError: a request that cannot be served, or no free slot; nothing has changed then.
+        """
+        for r in requests:
+            self.check(r)
+        if not requests:
+            return []
         first = len(self.active)
         if first + len(requests) > self.cache.slots:
             raise ValueError(f"{first} of {self.cache.slots} slots are taken; {len(requests)} more do not fit")
@@ -97,6 +110,23 @@ class Session:
         self._drop_finished()
         return emitted
 
+    def check(self, request: Request) -> None:
+        """Refuse what would fail, or end in wrong positions, once it runs beside others.
+
+        Raises:
+            ValueError: the request cannot be served; the message says why.
+        """
+        if not request.prompt:
+            raise ValueError("the prompt is empty")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={request.max_new_tokens}: expected 1 or more")
+        if min(request.prompt) < 0 or max(request.prompt) >= self.backbone.vocab_size:
+            raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
+        limit = min(self.cache.capacity, self.backbone.max_positions or self.cache.capacity)
+        length, new = len(request.prompt), request.max_new_tokens
+        if length + new > limit:
+            raise ValueError(f"a prompt of {length} tokens and {new} new ones exceed {limit} positions")
+
     @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:
         """One round for all running requests. Returns what each emitted; those that ended leave their slots."""
@@ -105,7 +135,7 @@ class Session:
         group = self.plan.block_size if self.plan.overlap else 0
         causal = self.config.causal if self.config is not None else False
         accepted, hidden = decode.verify(self.backbone, self.cache, self.state, tree, group, causal)
-        self.saved = decode.saved_draft(self.backbone, accepted, hidden, group) if group else None
+        self.saved = decode.saved_draft(self.backbone, accepted, hidden, group, self.config) if group else None
         self.state, emitted = decode.commit(self.cache, self.state, tree, accepted, hidden)
         out = [(r, r.take(tokens)) for r, tokens in zip(self.active, emitted, strict=True)]
         for request, kept in out:

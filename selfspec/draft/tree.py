@@ -7,6 +7,7 @@ the best N nodes are the N most probable prefixes. A heap over rank tuples finds
 from __future__ import annotations
 
 import heapq
+from math import inf
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def _grow(top: list[list[float]], ids: list[list[int]], budget: int) -> tuple[li
         tokens.append(ids[d][rank])
         parents.append(parent)
         node = len(tokens)
-        if rank + 1 < width:
+        if rank + 1 < width and top[d][rank + 1] > -inf:  # a banned token is no candidate
             heapq.heappush(heap, (score + top[d][rank] - top[d][rank + 1], parent, d, rank + 1))
         if d + 1 < depth:
             heapq.heappush(heap, (score - top[d + 1][0], node, d + 1, 0))

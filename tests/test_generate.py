@@ -1,0 +1,395 @@
+"""`SelfSpecModel.generate` against transformers' own: padding, lengths, settings, streams; and what it refuses."""
+
+import pytest
+import torch
+from tiny import POSITIONS, PROMPT, RAGGED, VOCAB, OraclePath, build, model_of, path_of, reference
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+
+from selfspec import SelfSpecModel
+
+MODES = ("ar", "sequential", "tree", "overlap", "overlap+tree")
+ONE = torch.tensor([PROMPT])
+PAD = 0
+
+
+def speculative(model=None, **config):
+    model = model or model_of()
+    return SelfSpecModel(model, path_of(model, **config))
+
+
+def own(model, ids, **kwargs):
+    """transformers' greedy answer to a batch; the mask is spelt out."""
+    with torch.no_grad():
+        return model.generate(ids, **{"attention_mask": torch.ones_like(ids), "do_sample": False, **kwargs})
+
+
+def padded(side, width=12):
+    """Ragged prompts as a tokenizer would hand them over."""
+    ids, mask = torch.full((3, width), PAD), torch.zeros(3, width, dtype=torch.long)
+    for i, prompt in enumerate(RAGGED):
+        where = slice(width - len(prompt), None) if side == "left" else slice(len(prompt))
+        ids[i, where], mask[i, where] = torch.tensor(prompt), 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches(side, mode):
+    """Every row answers as its prompt does alone; the prompts come back as they were given."""
+    ids, mask = padded(side)
+    truth = reference(model_of(), RAGGED, 9)
+    out = speculative().generate(ids, attention_mask=mask, max_new_tokens=9, mode=mode)
+    assert torch.equal(out[:, :12], ids) and out[:, 12:].tolist() == truth
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_left_padded_batches_with_eos_look_like_transformers_own(mode):
+    """Rows that end early are filled up with the pad token, and the width is that of the longest answer."""
+    model = model_of()
+    ids, mask = padded("left")
+    answers = reference(model, RAGGED, 9)
+    eos = [answers[0][3], answers[1][1], answers[2][5]]
+    wanted = own(model, ids, attention_mask=mask, max_new_tokens=9, eos_token_id=eos, pad_token_id=PAD)
+    got = speculative().generate(ids, attention_mask=mask, max_new_tokens=9, eos_token_id=eos, mode=mode)
+    assert torch.equal(got, wanted)
+
+
+def test_without_a_mask_padding_is_inferred_as_transformers_does():
+    model = model_of()
+    ids, mask = padded("left")
+    assert not any(PAD in prompt for prompt in RAGGED)
+    with torch.no_grad():
+        wanted = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(speculative().generate(ids, max_new_tokens=6), wanted)
+    assert torch.equal(wanted, own(model, ids, attention_mask=mask, max_new_tokens=6))
+
+
+def test_a_pad_token_that_is_also_eos_counts_as_text():
+    """Then transformers infers no mask."""
+    model = build()
+    model.generation_config.eos_token_id = PAD
+    ids = torch.tensor([[PAD, *PROMPT]])
+    with torch.no_grad():
+        wanted = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(speculative(model).generate(ids, max_new_tokens=6), wanted)
+
+
+def test_batches_of_one_and_input_ids_by_keyword():
+    decoder, wanted = speculative(), own(model_of(), ONE, max_new_tokens=7)
+    assert torch.equal(decoder.generate(ONE, max_new_tokens=7), wanted)
+    assert torch.equal(decoder.generate(input_ids=ONE, max_new_tokens=7), wanted)
+    assert torch.equal(decoder.generate(inputs=ONE, max_new_tokens=7, do_sample=False), wanted)
+    assert torch.equal(SelfSpecModel(model_of()).generate(ONE, max_new_tokens=7), wanted)  # no adapter: plain
+
+
+SETTINGS = {
+    "twenty by default": {},
+    "max_length": dict(max_length=17),
+    "both lengths": dict(max_length=12, max_new_tokens=6),
+    "eos": dict(max_new_tokens=12, eos_token_id=7),
+    "eos list": dict(max_new_tokens=12, eos_token_id=[19, 7]),
+    "no eos": dict(max_new_tokens=12, eos_token_id=None),
+    "pad": dict(max_new_tokens=12, eos_token_id=[7], pad_token_id=5),
+    "neutral values": dict(
+        max_new_tokens=9,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        min_length=0,
+        temperature=0.3,
+        top_p=0.5,
+        top_k=3,
+        use_cache=True,
+        num_return_sequences=1,
+        return_dict_in_generate=False,
+        output_scores=False,
+        logits_processor=None,
+        stopping_criteria=None,
+        synced_gpus=None,
+    ),
+}
+
+
+@pytest.mark.parametrize("given", ["keywords", "config"])
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("models_own", ["bare", "eos", "length"])
+def test_settings_mean_what_they_mean_to_transformers(name, given, models_own):
+    """The same precedence of keywords, a given configuration, and the model's own."""
+    model, settings = build(), SETTINGS[name]
+    answer = reference(model, [PROMPT], 12)[0]
+    assert answer[3] == 7  # the EOS above
+    fields = {"bare": {}, "eos": {"eos_token_id": [answer[5]]}, "length": {"max_length": 19}}[models_own]
+    model.generation_config = GenerationConfig(pad_token_id=PAD, **fields)
+    if given == "config":
+        extra = {"logits_processor", "stopping_criteria", "synced_gpus"}
+        settings = {"generation_config": GenerationConfig(**{k: v for k, v in settings.items() if k not in extra})}
+    wanted = own(model, ONE, **{"do_sample": None, **settings} if given == "config" else settings)
+    got = speculative(model).generate(ONE, **settings)
+    assert torch.equal(got, wanted)
+
+
+def test_nothing_new_is_asked_for():
+    """An error in transformers, and so here."""
+    for decoder in (model_of(), speculative()):
+        with pytest.raises(ValueError, match="max_new_tokens"):
+            decoder.generate(ONE, max_new_tokens=0)
+
+
+def test_one_new_token_comes_from_the_prefill():
+    decoder = speculative()
+    assert torch.equal(decoder.generate(ONE, max_new_tokens=1), own(model_of(), ONE, max_new_tokens=1))
+    assert decoder.stats[0].rounds == 0 and decoder.stats[0].tau == decoder.stats[0].tpf == 0
+
+
+REFUSED = {
+    "do_sample": True,
+    "num_beams": 2,
+    "repetition_penalty": 1.3,
+    "encoder_repetition_penalty": 1.2,
+    "no_repeat_ngram_size": 1,
+    "min_length": 11,
+    "min_new_tokens": 1,
+    "max_time": 1.0,
+    "stop_strings": ["a"],
+    "bad_words_ids": [[3]],
+    "suppress_tokens": [3],
+    "begin_suppress_tokens": [3],
+    "sequence_bias": {(3,): 1.0},
+    "forced_bos_token_id": 1,
+    "forced_eos_token_id": 1,
+    "exponential_decay_length_penalty": (2, 1.1),
+    "guidance_scale": 1.5,
+    "num_return_sequences": 2,
+    "renormalize_logits": True,
+    "remove_invalid_values": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "token_healing": True,
+    "prompt_lookup_num_tokens": 1,
+    "assistant_early_exit": 1,
+    "cache_implementation": "quantized",
+    "watermarking_config": dict(bias=2.0),
+    "dola_layers": "high",
+    "penalty_alpha": 0.6,
+    "constraints": [1],
+    "force_words_ids": [[1]],
+    "logits_processor": LogitsProcessorList([lambda ids, scores: scores]),
+    "stopping_criteria": StoppingCriteriaList([lambda ids, scores: True]),
+    "prefix_allowed_tokens_fn": lambda batch, ids: [1],
+    "assistant_model": "a model",
+    "custom_generate": lambda *a, **k: None,
+    "synced_gpus": True,
+    "negative_prompt_ids": ONE,
+    "tokenizer": "a tokenizer",
+    "inputs_embeds": torch.zeros(1, 2, 32),
+    "position_ids": ONE,
+    "past_key_values": object(),
+    "max_new_token": 3,  # a slip of the pen
+    "no_such_thing": 1,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_ignored_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=name):
+        speculative().generate(ONE, **{"max_new_tokens": 4, name: REFUSED[name]})
+
+
+@pytest.mark.parametrize(
+    "name", ["repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "num_beams", "do_sample"]
+)
+@pytest.mark.parametrize("given", ["config", "model"])
+def test_a_configuration_object_is_read_as_strictly(name, given):
+    model = build()
+    config = GenerationConfig(max_new_tokens=4, pad_token_id=PAD, **{name: REFUSED[name]})
+    arguments = {}
+    if given == "model":
+        model.generation_config = config
+    else:
+        arguments["generation_config"] = config
+    with pytest.raises(ValueError, match=name):
+        speculative(model).generate(ONE, **arguments)
+
+
+def test_a_model_that_samples_by_default_can_be_asked_not_to():
+    model = build()
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, pad_token_id=PAD)
+    with pytest.raises(ValueError, match="do_sample=False"):
+        speculative(model).generate(ONE, max_new_tokens=4)
+    got = speculative(model).generate(ONE, max_new_tokens=6, do_sample=False)
+    assert torch.equal(got, own(model, ONE, max_new_tokens=6))
+    assert model.generation_config.do_sample and model.generation_config.max_new_tokens is None
+
+
+def test_return_dict_in_generate():
+    out = speculative().generate(ONE, max_new_tokens=6, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, own(model_of(), ONE, max_new_tokens=6))
+
+
+BAD_INPUTS = {
+    "empty": (torch.zeros(1, 0, dtype=torch.long), None, "empty"),
+    "no rows": (torch.zeros(0, 3, dtype=torch.long), None, "empty"),
+    "flat": (torch.tensor(PROMPT), None, r"\[N, T\]"),
+    "all padding": (torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 1], [0, 0]]), "prompt 1 is empty"),
+    "hole": (torch.tensor([[1, 2, 3]]), torch.tensor([[1, 0, 1]]), "holes"),
+    "other shape": (torch.tensor([[1, 2, 3]]), torch.tensor([[1, 1]]), "shape"),
+    "past the vocabulary": (torch.tensor([[1, VOCAB]]), None, f"0..{VOCAB - 1}"),
+    "negative": (torch.tensor([[1, -1]]), None, f"0..{VOCAB - 1}"),
+    "numbers that are no ids": (torch.tensor([[1.0, 2.0]]), None, "integer"),
+    "longer than the context": (torch.ones(1, POSITIONS + 1, dtype=torch.long), None, f"{POSITIONS} positions"),
+    "as long as the context": (torch.ones(1, POSITIONS, dtype=torch.long), None, f"{POSITIONS} positions"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_inputs_are_named(name):
+    ids, mask, message = BAD_INPUTS[name]
+    decoder = speculative()
+    with pytest.raises(ValueError, match=message):
+        decoder.generate(ids, attention_mask=mask, max_new_tokens=4)
+    assert decoder.generate(ONE, max_new_tokens=1).shape == (1, 11)  # nothing is lost
+
+
+def test_the_prompt_is_given_once():
+    for arguments in ({}, {"inputs": ONE, "input_ids": ONE}):
+        with pytest.raises(ValueError, match="once"):
+            speculative().generate(**arguments)
+
+
+def test_lengths_that_leave_nothing_are_refused():
+    for arguments in ({"max_length": 10}, {"max_length": 4}, {"max_new_tokens": -1}):
+        with pytest.raises(ValueError, match="max_"):
+            speculative().generate(ONE, **arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(mode="lookahead"), "lookahead"),
+        (dict(mode="ar+tree"), "ar"),
+        (dict(block_size=6), "block size 6"),
+        (dict(block_size=0), "block_size=0"),
+        (dict(mode="tree", tree_nodes=0), "tree_nodes=0"),
+    ],
+)
+def test_modes_and_blocks_that_do_not_exist(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        speculative().generate(ONE, max_new_tokens=4, **arguments)
+
+
+def test_layouts_that_were_not_trained_are_refused():
+    with pytest.raises(ValueError, match="hidden"):
+        speculative(layouts=("known",)).generate(ONE, max_new_tokens=4, mode="overlap")
+    with pytest.raises(ValueError, match="known"):
+        speculative(layouts=("hidden",)).generate(ONE, max_new_tokens=4)
+    with pytest.raises(ValueError, match="adapter"):
+        SelfSpecModel(model_of()).generate(ONE, max_new_tokens=4, mode="sequential")
+
+
+class Recorder:
+    def __init__(self):
+        self.pieces, self.ended = [], 0
+
+    def put(self, value):
+        assert not self.ended
+        self.pieces.append(value.clone())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("eos", [None, 7])
+def test_a_streamer_gets_the_prompt_and_then_each_round(mode, eos):
+    decoder, recorder = speculative(), Recorder()
+    out = decoder.generate(ONE, max_new_tokens=11, eos_token_id=eos, streamer=recorder, mode=mode)
+    assert torch.equal(recorder.pieces[0], ONE) and recorder.ended == 1
+    assert torch.cat([p.reshape(-1) for p in recorder.pieces]).tolist() == out[0].tolist()
+    stats = decoder.stats[0]
+    assert len(recorder.pieces[1]) == 1  # the prefill's token at once
+    assert sorted(len(p) for p in recorder.pieces[2:]) == sorted(stats.accepted.elements())
+
+
+def test_a_streamer_of_blocks():
+    model = model_of()
+    path = OraclePath(model, {}, 4)
+    decoder, recorder = SelfSpecModel(model, path), Recorder()
+    answer = reference(model, [PROMPT], 30)[0]
+
+    class Anyone(dict):
+        def __missing__(self, request):
+            return answer
+
+    path.truth = Anyone()
+    made, real = [], __import__("selfspec.session", fromlist=["Session"]).Session.add
+
+    def add(session, requests):
+        path.session = session
+        made.append(session)
+        return real(session, requests)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("selfspec.session.Session.add", add)
+        decoder.generate(ONE, max_new_tokens=9, streamer=recorder)
+    assert [p.tolist() for p in recorder.pieces[1:]] == [answer[:1], answer[1:6], answer[6:9]]
+
+
+def test_transformers_own_streamer(capsys):
+    class Tokenizer:
+        def decode(self, ids, **kwargs):
+            return " ".join(map(str, ids)) + " "
+
+    out = speculative().generate(ONE, max_new_tokens=9, streamer=TextStreamer(Tokenizer(), skip_prompt=True))
+    assert capsys.readouterr().out.split() == [str(t) for t in out[0, 10:].tolist()]
+
+
+def test_a_streamer_takes_one_prompt():
+    with pytest.raises(ValueError, match="one prompt"):
+        speculative().generate(torch.tensor([PROMPT, PROMPT]), max_new_tokens=3, streamer=Recorder())
+
+
+def test_ties_go_to_the_first_index_as_in_transformers():
+    """Two rows of the head are equal: every logit of theirs ties, to the last bit."""
+    model = build()
+    answer = reference(model, [PROMPT], 8)[0]
+    twin = min(set(range(1, VOCAB)) - set(answer))
+    with torch.no_grad():
+        for token in set(answer):
+            other = twin if token > twin else VOCAB - 1
+            if token != other:
+                model.lm_head.weight[other] = model.lm_head.weight[token]
+                break
+    wanted = own(model, ONE, max_new_tokens=10)
+    for mode in MODES:
+        assert torch.equal(speculative(model).generate(ONE, max_new_tokens=10, mode=mode), wanted)
+    flat = build()
+    with torch.no_grad():
+        flat.lm_head.weight[:] = flat.lm_head.weight[:1]
+    assert speculative(flat).generate(ONE, max_new_tokens=4)[0, 10:].tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_too(mode):
+    model = build(dtype=torch.float32)
+    ids, mask = padded("left")
+    out = speculative(model).generate(ids, attention_mask=mask, max_new_tokens=9, mode=mode)
+    assert out[:, 12:].tolist() == reference(model, RAGGED, 9)
+
+
+def test_a_model_in_training_mode_answers_without_dropout():
+    model = build(attention_dropout=0.5)
+    wanted = own(model, ONE, max_new_tokens=8)
+    model.train()
+    decoder = speculative(model)
+    assert torch.equal(decoder.generate(ONE, max_new_tokens=8), wanted)
+    assert all(m.training for m in model.modules())
+
+
+def test_answers_do_not_depend_on_earlier_calls():
+    decoder = speculative()
+    first = decoder.generate(ONE, max_new_tokens=8)
+    decoder.generate(*padded("left")[:1], attention_mask=padded("left")[1], max_new_tokens=3, mode="tree")
+    assert torch.equal(decoder.generate(ONE, max_new_tokens=8), first)
+    assert len(decoder.stats) == 1
