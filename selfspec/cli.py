@@ -30,6 +30,11 @@ class Command:
 
 # One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.chat:main"),
 COMMANDS: dict[str, Command] = {
+    "generate": Command("answer one prompt", "selfspec.chat:generate"),
+    "chat": Command("talk to a model in the terminal", "selfspec.chat:chat"),
+    "demo": Command("see self-speculation at work, measured and proved", "selfspec.demo:main"),
+    "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
+    "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
 }
 

@@ -1,0 +1,249 @@
+"""`selfspec check`: the lossless audit. Every answer is compared, token for token, with plain Hugging Face `generate`.
+
+The reference runs once per prompt, alone (batch 1). In float32 two roundings of one sum can swap two tokens that are as
+good as equal; such a difference counts as a tie only if a float64 copy of the model proves it. All others are
+mismatches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from selfspec import options, prompts
+from selfspec.model import SelfSpecModel
+from selfspec.prompts import Prompt
+from selfspec.reference import Finding, Judge, answers
+from selfspec.stats import Stats, mean_tau, total
+
+CONTROL = 8  # batch of the control: plain Hugging Face against itself
+SAVE_EVERY = 30.0  # seconds between partial reports
+
+
+@dataclass
+class Run:
+    """Answers of one prompt set in one setting, against the reference.
+
+    Attributes:
+        suite: the prompt set.
+        mode: a mode of selfspec, or "hf" for plain Hugging Face (the reference at batch 1, the control above).
+        batch: prompts decoded together.
+        findings: (prompt id, what differed) of every answer that is not the reference's.
+    """
+
+    suite: str
+    mode: str
+    batch: int
+    prompts: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    stats: list[Stats] = field(default_factory=list)
+    findings: list[tuple[str, Finding]] = field(default_factory=list)
+
+    @property
+    def ties(self) -> int:
+        return sum(f.tie for _, f in self.findings)
+
+    @property
+    def mismatches(self) -> int:
+        return len(self.findings) - self.ties
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report."""
+        matched = self.prompts - len(self.findings)
+        return {
+            "suite": self.suite,
+            "mode": self.mode,
+            "batch": self.batch,
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "matched_prompts": matched,
+            "match_rate": matched / self.prompts if self.prompts else 1.0,
+            "ties": self.ties,
+            "mismatches": self.mismatches,
+            "tau": total(self.stats).tau,
+            "mean_tau": mean_tau(self.stats),
+            "tpf": total(self.stats).tpf,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
+        }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared: every mode at every batch size, `cap` new tokens."""
+
+    modes: list[str]
+    batches: list[int]
+    cap: int
+    block_size: int | None = None
+    tree_nodes: int = 16
+
+
+def audit(
+    model: SelfSpecModel, sets: dict[str, list[Prompt]], settings: Settings, judge: Judge | None = None
+) -> Iterator[tuple[list[Run], int, int]]:
+    """Decode and compare.
+
+    Args:
+        model: with its tokenizer.
+        sets: prompts by the name of their set.
+        settings: modes, batch sizes, cap.
+        judge: compares; shared between audits to keep its float64 copy.
+
+    Yields:
+        All runs so far (the same objects, growing), and the answers and tokens written since the last time.
+    """
+    judge, hf = judge or Judge(model.model), model.model
+    half = options.dtype_name(model.backbone.dtype) in ("bfloat16", "float16")
+    runs: list[Run] = []
+    chunk = math.lcm(*settings.batches, *([CONTROL] if half else []))
+    for suite, rows in sets.items():
+        reference = Run(suite, "hf", 1)
+        control = [Run(suite, "hf", CONTROL)] if half else []
+        mine = [Run(suite, mode, batch) for mode in settings.modes for batch in settings.batches]
+        runs += [reference, *control, *mine]
+        for at in range(0, len(rows), chunk):
+            part = rows[at : at + chunk]
+            ids = [prompts.encode(model.tokenizer, p.messages) for p in part]
+            expected: list[list[int]] = []
+            for run in [reference, *control, *mine]:
+                for i in range(0, len(part), run.batch):
+                    asked, began = ids[i : i + run.batch], time.perf_counter()
+                    if run.mode == "hf":
+                        out = answers(hf, hf, asked, settings.cap)
+                    else:
+                        how = {"block_size": settings.block_size, "tree_nodes": settings.tree_nodes}
+                        out = answers(model, hf, asked, settings.cap, mode=run.mode, **how)
+                        run.stats += model.stats
+                    run.seconds += time.perf_counter() - began
+                    run.prompts += len(out)
+                    run.tokens += sum(map(len, out))
+                    if run is reference:
+                        expected += out
+                    for prompt, p, want, got in zip(part[i:], asked, expected[i:], out):
+                        finding = judge.compare(p, want, got)
+                        if finding is not None:
+                            run.findings.append((prompt.id, finding))
+                    yield runs, len(out), sum(map(len, out))
+
+
+def report(runs: list[Run], tokenizer: Any, facts: dict[str, Any], complete: bool) -> dict[str, Any]:
+    """The JSON object: totals over selfspec's runs, each run, every difference, what ran where."""
+    mine = [r for r in runs if r.mode != "hf"]
+    stats = [s for r in mine for s in r.stats]
+    asked = sum(r.prompts for r in mine)
+    matched = asked - sum(len(r.findings) for r in mine)
+    found = [(r, id, f) for r in runs for id, f in r.findings]
+    return {
+        "complete": complete,
+        "prompts": asked,
+        "tokens": sum(r.tokens for r in mine),
+        "matched_prompts": matched,
+        "match_rate": matched / asked if asked else 1.0,
+        "ties": sum(r.ties for r in mine),
+        "mismatches": sum(r.mismatches for r in mine),
+        "tau": total(stats).tau,
+        "mean_tau": mean_tau(stats),
+        "tpf": total(stats).tpf,
+        "first_mismatches": [describe(*item, tokenizer) for item in found if item[0].mode != "hf"],
+        "runs": [r.to_dict() for r in mine],
+        "reference": [r.to_dict() for r in runs if r.mode == "hf" and r.batch == 1],
+        "control": [r.to_dict() for r in runs if r.mode == "hf" and r.batch > 1],
+        "control_first_mismatches": [describe(*item, tokenizer) for item in found if item[0].mode == "hf"],
+        **facts,
+    }
+
+
+def describe(run: Run, id: str, finding: Finding, tokenizer: Any) -> dict[str, Any]:
+    """One difference, for the report."""
+    text = {
+        k: None if t is None else tokenizer.decode([t], clean_up_tokenization_spaces=False)
+        for k, t in _tokens(finding).items()
+    }
+    where = {"prompt": id, "suite": run.suite, "mode": run.mode, "batch": run.batch}
+    return {**where, **asdict(finding), "text": text, "verdict": "tie" if finding.tie else "MISMATCH"}
+
+
+def _tokens(finding: Finding) -> dict[str, int | None]:
+    return {"expected": finding.expected, "found": finding.found}
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Replace a JSON file in one step, so that a reader or a killed run never leaves half of one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def summary(data: dict[str, Any]) -> str:
+    """The report as a person reads it."""
+    heading = ["suite", "mode", "batch", "prompts", "match rate", "ties", "MISMATCH", "tau", "TPF", "tokens/s"]
+    rows = [heading]
+    for r in data["runs"] + data["control"] + data["reference"]:
+        speed = "" if r["mode"] == "hf" else f"{r['tau']:.2f}"
+        passes = "" if r["mode"] == "hf" else f"{r['tpf']:.2f}"
+        counts = [str(r[k]) for k in ("batch", "prompts")] + [f"{r['match_rate']:.4f}", str(r["ties"])]
+        rows.append(
+            [r["suite"], r["mode"], *counts, str(r["mismatches"]), speed, passes, f"{r['tokens_per_second']:.0f}"]
+        )
+    lines = [options.table(rows)]
+    for m in data["first_mismatches"]:
+        lines.append(
+            f"{m['verdict']}: {m['prompt']}, {m['mode']}, batch {m['batch']}: token {m['position']} is "
+            f"{m['found']} {m['text']['found']!r}, Hugging Face has {m['expected']} {m['text']['expected']!r}; "
+            f"float64 has {m['top'][0]} then {m['top'][1]}, gap {m['gap']:.1e}"
+        )
+    if data["control"]:
+        lines.append(f"hf at batch {CONTROL} is the control: plain Hugging Face against its batch 1, {data['dtype']}")
+    return "\n".join(lines)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(prog="selfspec check", description=(__doc__ or "").partition("\n")[0])
+    options.add_model_options(parser, "float32")
+    parser.add_argument("--prompts", nargs="+", metavar="FILE", help="JSON Lines files (.gz too); the built-in suite")
+    parser.add_argument("--limit", type=options.positive, default=40, help="prompts of each file (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=options.positive, default=128, help="per answer (%(default)s)")
+    parser.add_argument("--batch", "--batch-size", type=options.positives, default=[1], help="sizes, as 1,8 (1)")
+    parser.add_argument("--mode", "--modes", type=options.names, help="modes, as sequential,ar (the model's default)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report; partial ones while it runs")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the audit. Returns 1 if any answer differs without proof of a tie."""
+    args = build_parser().parse_args(argv)
+
+    def ready() -> tuple[SelfSpecModel, dict[str, list[Prompt]], Settings]:
+        sets = prompts.read_sets(args.prompts, args.limit)
+        model = options.load_model(args)
+        modes = options.check_modes(model, args.mode, args.block_size, args.tree_nodes)
+        options.require_fit(model, sets, args.max_new_tokens)
+        return model, sets, Settings(modes, args.batch, args.max_new_tokens, args.block_size, args.tree_nodes)
+
+    model, sets, settings = options.refuse_unready("check", ready)
+    facts = {"model": args.model, "adapter": args.adapter, "settings": asdict(settings), **options.machine(model)}
+    half = facts["dtype"] in ("bfloat16", "float16")
+    progress = options.Progress(sum(map(len, sets.values())), 1 + half + len(settings.modes) * len(settings.batches))
+    runs: list[Run] = []
+    saved = time.monotonic()
+    for runs, n, tokens in audit(model, sets, settings):
+        progress.add(n, tokens)
+        if args.json and time.monotonic() - saved > SAVE_EVERY:
+            write(args.json, report(runs, model.tokenizer, facts, complete=False))
+            saved = time.monotonic()
+    progress.close()
+    data = report(runs, model.tokenizer, facts, complete=True)
+    if args.json:
+        write(args.json, data)
+    print(summary(data))
+    return 1 if data["mismatches"] else 0

@@ -1,0 +1,111 @@
+import io as text_io
+import sys
+
+import pytest
+import tiny_chat
+import torch
+
+from selfspec import cli, decode, demo, suite
+from selfspec.chat import Settings, fitted, respond
+from selfspec.model import SelfSpecModel
+from selfspec.verify.greedy import walk
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_chat.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, folder):
+    return tiny_chat.save_adapter(tmp_path_factory.mktemp("adapter"), folder)
+
+
+@pytest.fixture(scope="module")
+def model(folder, adapter):
+    return SelfSpecModel.from_pretrained(folder, adapter)
+
+
+def reference(folder, text, n):
+    hf = tiny_chat.LlamaForCausalLM.from_pretrained(folder)
+    words = tiny_chat.tokenizer()
+    ids = torch.tensor([words(text).input_ids])
+    out = hf.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n, pad_token_id=2)
+    return words.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_generate_prints_the_models_own_answer(folder, adapter, capsys):
+    argv = ["w3 w4", "--model", folder, "--adapter", adapter, "--dtype", "float32", "--max-new-tokens", "9", "--stats"]
+    assert cli.main(["generate", *argv]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == reference(folder, "user: w3 w4 assistant:", 9)
+    assert "tau" in err and "draft forwards" in err and "ms/token" in err
+
+
+def test_generate_reads_stdin_and_says_when_nothing_drafts(folder, capsys, monkeypatch):
+    argv = ["generate", "-", "--model", folder, "--adapter", "none", "--dtype", "float32", "--max-new-tokens", "5"]
+    monkeypatch.setattr(sys, "stdin", text_io.StringIO("w3 w4"))
+    assert cli.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == reference(folder, "user: w3 w4 assistant:", 5) and "no adapter" in err
+    monkeypatch.setattr(sys, "stdin", text_io.StringIO(" \n"))
+    assert cli.main(argv) == 2
+
+
+def test_chat_remembers_resets_and_ends(folder, adapter, capsys, monkeypatch):
+    said = "w3 w4\n\nw5\n/reset\nw5\n/exit\nw6\n"
+    monkeypatch.setattr(sys, "stdin", text_io.StringIO(said))
+    argv = ["--model", folder, "--adapter", adapter, "--dtype", "float32", "--max-new-tokens", "6"]
+    assert cli.main(["chat", *argv]) == 0
+    first, second, third = capsys.readouterr().out.strip().split("\n")
+    assert first.strip() == reference(folder, "user: w3 w4 assistant:", 6)
+    assert second.strip() == reference(folder, f"user: w3 w4 assistant: {first} user: w5 assistant:", 6)
+    assert third.strip() == reference(folder, "user: w5 assistant:", 6)
+
+
+def test_the_end_of_input_ends_the_chat(folder, adapter, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", text_io.StringIO(""))
+    assert cli.main(["chat", "--model", folder, "--adapter", adapter]) == 0
+
+
+def test_an_answer_counts_its_forwards(model):
+    answer = respond(model, [{"role": "user", "content": "w7"}], Settings(cap=10), show=False)
+    s = answer.stats
+    assert s.rounds >= 1 and s.tokens <= 9 and s.drafts <= s.rounds and 0 <= answer.decode <= answer.whole
+
+
+def test_a_long_conversation_forgets_its_beginning(model):
+    say = lambda role, n: {"role": role, "content": " ".join(["w1"] * n)}  # noqa: E731
+    talk = [say("system", 2), say("user", 150), say("assistant", 50), say("user", 30)]
+    assert fitted(model, talk, 4) == (talk, 4)
+    assert fitted(model, talk, 40) == ([talk[0], talk[3]], 40)
+    assert fitted(model, [say("user", 250)], 40)[1] == 256 - 252
+    with pytest.raises(ValueError, match="context 256"):
+        fitted(model, [say("user", 300)], 4)
+
+
+def test_the_demo_shows_measures_and_proves(folder, adapter, capsys):
+    argv = ["--model", folder, "--adapter", adapter, "--max-new-tokens", "8", "--repeats", "1"]
+    assert cli.main(["demo", *argv]) == 0
+    out = capsys.readouterr().out
+    assert "machine:" in out and "bfloat16" in out and suite.CHAT[0] in out and "draft forwards" in out
+    assert all(f"Hugging Face {d}" in out for d in ("float32", "bfloat16")) and "selfspec sequential bfloat16" in out
+    assert "of 2 answers equal Hugging Face's generate(), token for token" in out
+
+
+def test_the_demo_fails_without_an_adapter_or_with_a_wrong_decoder(folder, adapter, capsys, monkeypatch):
+    assert cli.main(["demo", "--model", folder]) == 1
+    assert "no shipped adapter fits" in capsys.readouterr().err
+    monkeypatch.setattr(decode, "greedy", lambda tree, logits: walk(tree, (logits.argmax(-1) + 1) % logits.shape[-1]))
+    argv = ["--model", folder, "--adapter", adapter, "--max-new-tokens", "8", "--repeats", "1"]
+    assert cli.main(["demo", *argv, "--dtype", "float32"]) == 1
+    assert "MISMATCH" in capsys.readouterr().out
+    assert demo.proof([None, None])[1]

@@ -1,0 +1,148 @@
+import gzip
+import json
+
+import pytest
+import tiny_chat
+import torch
+
+from selfspec import check, cli, decode, prompts
+from selfspec.reference import Judge, first_difference, until_eos
+from selfspec.verify.greedy import walk
+
+LENGTH = ["--max-new-tokens", "8"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_chat.save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, model):
+    return tiny_chat.save_adapter(tmp_path_factory.mktemp("adapter"), model)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tiny_chat.save_prompts(tmp_path_factory.mktemp("prompts") / "few.jsonl")
+
+
+def run(tmp_path, *argv):
+    out = tmp_path / "report.json"
+    code = cli.main(["check", *argv, *LENGTH, "--json", str(out)])
+    return code, json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_mode_and_batch_gives_the_text_of_hugging_face(tmp_path, model, adapter, file, dtype, capsys):
+    argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--dtype", dtype]
+    code, data = run(tmp_path, *argv, "--batch", "1,2", "--mode", "ar,sequential,tree")
+    assert code == 0 and data["complete"] and data["mismatches"] == 0
+    wanted = {(mode, batch) for mode in ("ar", "sequential", "tree") for batch in (1, 2)}
+    assert {(r["mode"], r["batch"]) for r in data["runs"]} == wanted
+    assert all(r["prompts"] == 5 and r["matched_prompts"] + r["ties"] == 5 for r in data["runs"])
+    assert data["prompts"] == 30 and data["tokens"] > 0 and data["tau"] >= 1 and not data["control"]
+    assert "match rate" in capsys.readouterr().out
+
+
+def test_a_wrong_decoder_is_a_mismatch(tmp_path, model, file, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "greedy", lambda tree, logits: walk(tree, (logits.argmax(-1) + 1) % logits.shape[-1]))
+    code, data = run(tmp_path, "--model", model, "--prompts", file)
+    assert code == 1 and data["mismatches"] == 5 and data["ties"] == 0 and data["match_rate"] == 0
+    first = data["first_mismatches"][0]
+    assert first["prompt"] == "p0" and first["position"] == 1  # the prefill's token was right
+    assert first["expected"] == first["top"][0] and first["found"] == first["expected"] + 1
+    assert "MISMATCH: p0" in capsys.readouterr().out
+
+
+def test_a_tie_is_proved_by_float64(tmp_path, file, monkeypatch, capsys):
+    def twins(model):  # tokens 32.. have the very logits of tokens 0..31
+        model.lm_head.weight[32:] = model.lm_head.weight[:32]
+
+    folder = tiny_chat.save_model(tmp_path / "twins", edit=twins, eos=None)
+    last = lambda tree, logits: walk(tree, logits[..., :32].argmax(-1) + 32)  # noqa: E731
+    monkeypatch.setattr(decode, "greedy", last)
+    code, data = run(tmp_path, "--model", folder, "--prompts", file)
+    assert code == 0 and data["ties"] > 0 and data["mismatches"] == 0 and data["match_rate"] < 1
+    assert all(m["verdict"] == "tie" and m["gap"] < 1e-4 for m in data["first_mismatches"])
+    assert "tie: p" in capsys.readouterr().out
+    code, data = run(tmp_path, "--model", folder, "--prompts", file, "--dtype", "float64")
+    assert code == 1 and data["ties"] == 0  # float64 gets no such excuse
+
+
+def test_half_precision_has_its_control(tmp_path, model, file):
+    code, data = run(tmp_path, "--model", model, "--prompts", file, "--dtype", "bfloat16")
+    assert [c["batch"] for c in data["control"]] == [8] and data["control"][0]["prompts"] == 5
+    assert code == (1 if data["mismatches"] else 0)
+
+
+def test_partial_reports_are_written(tmp_path, model, file, monkeypatch):
+    seen = []
+    monkeypatch.setattr(check, "SAVE_EVERY", -1.0)
+    monkeypatch.setattr(check, "write", lambda path, data: seen.append(data))
+    assert cli.main(["check", "--model", model, "--prompts", file, *LENGTH, "--json", str(tmp_path / "x.json")]) == 0
+    assert len(seen) == 11 and [d["complete"] for d in seen] == [False] * 10 + [True]
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--mode", "sequential"], "needs an adapter"),
+        (["--mode", "nonsense"], "nonsense"),
+        (["--prompts", "no/such.jsonl"], "no prompt file"),
+        (["--adapter", "no-such"], "no adapter at"),
+        (["--max-new-tokens", "5000"], "p0 has"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(model, file, argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["check", "--model", model, "--prompts", file, *argv])
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and words in err and "Traceback" not in err
+
+
+def test_where_answers_differ():
+    assert first_difference([1, 2], [1, 2]) is None
+    assert first_difference([1, 2], [1, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+    assert until_eos([5, 2, 2], frozenset([2])) == [5, 2] and until_eos([5], frozenset()) == [5]
+
+
+def test_an_answer_cut_short_is_never_a_tie(model):
+    hf = tiny_chat.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    finding = Judge(hf).compare([5, 6], [7, 8], [7])
+    assert finding is not None and finding.found is None and not finding.tie
+
+
+def test_prompt_files(tmp_path):
+    rows = [
+        {"prompt": "w1"},
+        {"id": 7, "turns": ["w2", "w3"]},
+        {"messages": [{"role": "user", "content": "w4"}, {"role": "assistant", "content": "w5"}]},
+    ]
+    with gzip.open(tmp_path / "some.jsonl.gz", "wt") as out:
+        out.write("\n".join(map(json.dumps, rows)) + "\n\n")
+    found = prompts.read(tmp_path / "some.jsonl.gz")
+    assert [p.id for p in found] == ["some/1", "7", "some/3"]
+    assert [p.messages[-1]["content"] for p in found] == ["w1", "w2", "w4"] and found[1].later == ("w3",)
+    assert len(prompts.read(tmp_path / "some.jsonl.gz", limit=2)) == 2
+    with_template, plain = tiny_chat.tokenizer(), tiny_chat.tokenizer(template=False)
+    words = with_template.convert_ids_to_tokens(prompts.encode(with_template, found[0].messages))
+    assert words == ["user:", "w1", "assistant:"]
+    assert plain.convert_ids_to_tokens(prompts.encode(plain, found[0].messages)) == ["w1"]
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"prompt": 3}', '{"turns": []}', '{"messages": [{"role": "user"}]}'])
+def test_a_bad_prompt_file_says_where(tmp_path, line):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(line)
+    with pytest.raises(prompts.PromptError, match=r"bad\.jsonl"):
+        prompts.read(file)
