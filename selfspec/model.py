@@ -126,7 +126,7 @@ class SelfSpecModel:
         if streamer is not None:
             streamer.end()
         self.stats = [r.stats for r in requests]
-        sequences = _padded(ids, requests, pad or 0)
+        sequences: Any = _padded(ids, requests, pad or 0)
         return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
 
     def run(self, requests: list[Request], plan: Plan, slots: int | None = None) -> Iterator[list[int]]:

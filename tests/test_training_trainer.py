@@ -131,7 +131,7 @@ def test_clean_rows_have_no_gradient(tmp_path) -> None:
     from selfspec.training.step import run_clean
 
     cache, hidden, _ = run_clean(trainer.backbone, pack)
-    assert not hidden.requires_grad and not any(t.requires_grad for t in [*cache.keys, *cache.values])
+    assert not hidden.requires_grad and not any(t.requires_grad for c in cache.layers for t in (c.keys, c.values))
 
 
 def test_two_micro_batches_are_one_large_batch(tmp_path) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.adapters import MaskPathModel, io
+
 FILE = "checkpoint.pt"
-WEIGHTS = "adapter.safetensors"
 
 
 def save(folder: str | Path, state: dict[str, Any]) -> None:
@@ -33,38 +32,18 @@ def load(folder: str | Path, device: torch.device) -> dict[str, Any] | None:
     return torch.load(file, map_location=device, weights_only=True) if file.exists() else None
 
 
-def save_adapter(path: nn.Module, folder: str | Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+def save_adapter(path: MaskPathModel, folder: str | Path, model: PreTrainedModel) -> None:
     """Write the adapter as the decoder loads it.
 
     Args:
-        path: a `MaskPathModel`.
+        path: the mask path.
         folder: made if missing.
         model: the base model.
-        dtype: of the weights; None takes the model's own.
     """
-    try:
-        from selfspec.adapters import io
-    except ImportError:
-        pass
-    else:
-        io.save(path, folder, model)
-        return
-    from safetensors.torch import save_file
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = dtype or model.get_input_embeddings().weight.dtype
-    tensors = {k: v.detach().to("cpu", dtype).contiguous() for k, v in path.state_dict().items()}
-    save_file(tensors, folder / (WEIGHTS + ".part"))
-    os.replace(folder / (WEIGHTS + ".part"), folder / WEIGHTS)
-    (folder / "config.json").write_text(json.dumps(path.config.to_dict(), indent=1))
+    io.save(path, folder, model)
 
 
-def load_weights(path: nn.Module, source: str | Path) -> None:
-    """Start a path from a saved adapter of the same configuration."""
-    from safetensors.torch import load_file
-
-    source = Path(source)
-    file = source / WEIGHTS if source.is_dir() else source
-    tensors: dict[str, Tensor] = load_file(file)
-    path.load_state_dict(tensors)
+def load_weights(path: MaskPathModel, source: str | Path, model: PreTrainedModel) -> None:
+    """Start a path from a saved adapter of the same shapes; the base may have been tuned since."""
+    dtype = next(path.parameters()).dtype
+    path.load_state_dict(io.load(source, model, finetuned_base=True, dtype=dtype).state_dict())

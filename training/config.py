@@ -19,15 +19,14 @@ class TrainConfig:
     """What to train on what, and for how long.
 
     Attributes:
-        model: folder or hub name of the base model.
-        model_args: further arguments of its `from_pretrained` (`gguf_file`, `revision`, ...).
+        model: the base model: a folder, a hub name, a `.gguf` file or an embedded one (`selfspec.hub`).
         data: answer files or folders.
         out: folder of checkpoints, the log and the adapter.
         valid: answer files of the validation set; empty takes `valid_docs` answers off the training data.
         valid_docs: answers that are looked at during training.
         eval: evaluation sets by name, answer files each; looked at once at the end.
         adapter: fields of `MaskPathConfig`.
-        init: an adapter checkpoint (`adapter.safetensors` or its folder) to start from.
+        init: an adapter folder to start from.
         objectives: `{name: weight}` or `{name: {"weight": w, option: value}}`.
         length: tokens of a packed row.
         rows: packed rows of a step (of a micro-batch, when gradients are accumulated).
@@ -59,7 +58,6 @@ class TrainConfig:
     """
 
     model: str = ""
-    model_args: dict[str, Any] = field(default_factory=dict)
     data: tuple[str, ...] = ()
     out: str = "adapter"
     valid: tuple[str, ...] = ()
@@ -76,7 +74,7 @@ class TrainConfig:
     split_share: float = 0.25
     lr: float = 6e-4
     mask_lr: float = 5.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, ...] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip: float = 1.0
     warmup: float = 0.04

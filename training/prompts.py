@@ -28,8 +28,9 @@ class Conversation:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The shards of an answer folder, in order."""
-    return sorted(f for f in folder.glob("answers-*") if f.name.endswith(SUFFIXES))
+    """The shards of an answer folder, in order; any rows' files where it was not made by `selfspec answer`."""
+    files = sorted(f for f in folder.iterdir() if f.name.endswith(SUFFIXES))
+    return [f for f in files if f.name.startswith("answers-")] or files
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

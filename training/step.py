@@ -133,7 +133,7 @@ def _window(layer: nn.Module, config, kind: str) -> int | None:
     """The sliding window that a layer hands to its attention."""
     for module in layer.modules():
         if "sliding_window" in module.__dict__:
-            return module.sliding_window
+            return module.__dict__["sliding_window"]
     if kind == "sliding_attention" or not getattr(config, "layer_types", None):
         return getattr(config, "sliding_window", None)
     return None

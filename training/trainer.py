@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from selfspec import hub
 from selfspec.adapters import MaskPathModel
 from selfspec.backbone import Backbone
 from selfspec.training import anchors as anchoring
@@ -70,8 +71,7 @@ class Trainer:
         self.packer = Packer(answers, config.length, config.rows, config.seed)
 
         if model is None:
-            dtype = getattr(torch, config.dtype)
-            model = AutoModelForCausalLM.from_pretrained(config.model, dtype=dtype, **config.model_args)
+            model, _ = hub.load(config.model, dtype=getattr(torch, config.dtype))
         self.model = model.to(self.device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.path_config = config.path
         if self.path_config.shift and "hidden" in self.path_config.layouts:
@@ -80,7 +80,7 @@ class Trainer:
         wide = torch.promote_types(torch.float32, model.dtype)
         self.path = MaskPathModel(model, self.path_config, wide)
         if config.init:
-            checkpoint.load_weights(self.path, config.init)
+            checkpoint.load_weights(self.path, config.init, model)
         self.backbone = Backbone(model, self.path, backend)
         self.head = Head(self.backbone, compiled)
         if compiled:
@@ -90,7 +90,11 @@ class Trainer:
         rest = [p for p in self.params if p is not self.path.mask]
         groups = [{"params": [self.path.mask], "scale": config.mask_lr}, {"params": rest, "scale": 1.0}]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=cuda or None
+            groups,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            weight_decay=config.weight_decay,
+            fused=cuda or None,
         )
         self.batching = Batching(config.length, config.rows, config.anchors)
         self.step, self.elapsed = 0, 0.0
@@ -115,8 +119,8 @@ class Trainer:
             splits = torch.randint(1, p.block_size - 1, anchors.shape, generator=random)
             splits = splits.masked_fill(torch.rand(anchors.shape, generator=random) >= c.split_share, 0)
             splits = splits if hidden is None else splits.masked_fill(hidden, 0)
-        anchors, hidden, splits = (None if x is None else send(x, self.device) for x in (anchors, hidden, splits))
-        pack = pack.to(self.device)
+        hidden, splits = (None if x is None else send(x, self.device) for x in (hidden, splits))
+        anchors, pack = send(anchors, self.device), pack.to(self.device)
         return pack, anchoring.groups(pack, anchors, p.block_size, hidden, splits, p.shift, p.causal)
 
     def slots(self, pack: Pack, groups: Groups) -> tuple[Slots, Tensor]:

@@ -75,7 +75,7 @@ class AttentionRule:
     def blocks(self, window: int | None):
         """The rule as FlexAttention's `BlockMask`, built once per window."""
         if window not in self._blocks:
-            self._blocks[window] = self.backend.block_mask(self.layout, self.n_keys, window)
+            self._blocks[window] = backend("flex").block_mask(self.layout, self.n_keys, window)
         return self._blocks[window]
 
     def compact(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

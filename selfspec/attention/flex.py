@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,9 @@ def attention(
     """Grouped-query attention through `torch.nn.attention.flex_attention`; arguments as in `attention.sdpa.sdpa`."""
 
     def capped(score, batch, head, row, slot):
-        return softcap * torch.tanh(score / softcap)
+        return softcap * torch.tanh(score / softcap)  # type: ignore[operator]
 
-    run = _compiled(flex_attention) if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    run: Any = _compiled(flex_attention) if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
     kwargs = dict(
         score_mod=None if softcap is None else capped,
         block_mask=rule.blocks(window),
