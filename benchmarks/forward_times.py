@@ -45,20 +45,26 @@ def main() -> None:
     parser.add_argument("--entries", default="0,10,20,25")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--launch", default="eager,graph" if torch.cuda.is_available() else "eager")
+    parser.add_argument("--backend", default="sdpa")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     numbers = {k: [int(x) for x in getattr(args, k).split(",")] for k in ("rows", "requests", "entries")}
     model = load(args.model, getattr(torch, args.dtype), args.device)
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "cpu"
     out = []
-    print(f"{args.model} {args.dtype} on {machine}, context {args.context}, torch {torch.__version__}")
+    print(f"{args.model} {args.dtype} on {machine}, context {args.context}, torch {torch.__version__}, ", end="")
+    print(f"attention {args.backend}{', compiled layers' if args.compile else ''}")
     print(f"{'kind':6} {'entry':>5} {'requests':>8} {'rows':>5} {'graph':>6} {'ms':>8} {'low':>8} {'high':>8}")
-    for graph in (False, True) if args.device.startswith("cuda") else (False,):
+    for graph in [x == "graph" for x in args.launch.split(",")]:
         for entry in [None, *numbers["entries"]]:
             path = None
             if entry is not None:
                 path = MaskPathModel(model, MaskPathConfig(block_size=max(numbers["rows"]), entry=entry))
-            backbone = Backbone(model, path)
+            backbone = Backbone(model, path, args.backend)
+            if args.compile:
+                backbone.compile()
             for n in numbers["requests"]:
                 for r in numbers["rows"] if entry is None else [x for x in numbers["rows"] if x > 1]:
                     kind = "clean" if entry is None else "draft"
@@ -70,7 +76,14 @@ def main() -> None:
                         flush=True,
                     )
     if args.json:
-        head = {"model": args.model, "dtype": args.dtype, "machine": machine, "torch": torch.__version__}
+        head = {
+            "model": args.model,
+            "backend": args.backend,
+            "compile": args.compile,
+            "dtype": args.dtype,
+            "machine": machine,
+            "torch": torch.__version__,
+        }
         with open(args.json, "w") as file:
             json.dump(head | {"points": out}, file, indent=1)
 

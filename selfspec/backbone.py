@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -145,8 +145,11 @@ class Backbone(nn.Module):
         self.cache_name = next((n for n in ("cache", "past_key_values", "layer_past") if n in takes), "cache")
         self.max_positions = _max_positions(self.config)
         self.layer_types = getattr(self.config, "layer_types", None) or ["full_attention"] * self.n_layers
+        self.windows: set[int | None] = set()  # what the layers ask attention for; the probe finds out
+        self.probing = True
         self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
         self._probe(model if verify else None)
+        self.probing = False
 
     @property
     def device(self) -> torch.device:
@@ -184,8 +187,9 @@ class Backbone(nn.Module):
         """
         c, n_keys = layout.n_clean, cache.bind(layout, first, n_keys)
         entry = self.n_layers if self.path is None else self.path.entry
-        rule = AttentionRule(layout, n_keys, self.backend)
-        lower = rule if c == layout.n_rows else AttentionRule(layout.clean(), n_keys, self.backend)
+        rule = lower = self._rule(layout, n_keys)
+        if 0 < c < layout.n_rows and entry:
+            lower = self._rule(layout.clean(), n_keys)
         x = self.embed(tokens) if c and tokens is not None else None  # [N, C, d]
         taps = [] if x is None or self.path is None else list(self.path.taps)
         states: dict[int, Tensor] = {} if x is None or 0 not in taps else {0: x}
@@ -219,6 +223,18 @@ class Backbone(nn.Module):
             states[self.n_layers] = x[:, :c]
         return Hidden(x[:, :c], x[:, c:], torch.cat([states[t] for t in taps], -1) if taps else None)
 
+    def compile(self, **options) -> None:
+        """Let torch.compile fuse each layer; alike layers share one compiled function per shape of the forward.
+
+        Rounding differs from the uncompiled layers' in the last bits. Does not touch the user's model.
+
+        Args:
+            options: of `torch.compile`.
+        """
+        for i, layer in enumerate(self.layers):
+            compiled: Any = torch.compile(layer, dynamic=False, **options)
+            self.layers[i] = compiled
+
     def new_cache(self, slots: int, capacity: int, tail: int) -> KVCache:
         """An empty cache for this model: `slots` requests of `capacity` positions, `tail` rows a forward."""
         return KVCache(self.kv_shapes, slots, capacity, tail, self.dtype, self.device)
@@ -231,6 +247,12 @@ class Backbone(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own head, soft-caps and scales included. [..., d] -> [..., V]"""
         return self.head(inputs_embeds=hidden, use_cache=False).logits
+
+    def _rule(self, layout: RowLayout, n_keys: int) -> AttentionRule:
+        """The attention rule of some rows, with all that the layers will read from it."""
+        return AttentionRule(layout, n_keys, self.backend, self.windows if self.probing else None).prepare(
+            () if self.probing else self.windows
+        )
 
     def _rope(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Rotary factors of all rows, by layer type where the model tells them apart. Each ([N, R, D], [N, R, D])"""
@@ -258,9 +280,9 @@ class Backbone(nn.Module):
         ids = torch.arange(n, device=self.device)[None] % self.vocab_size
         cache = PrefixCache(self.n_layers)
         start = torch.zeros(1, dtype=torch.long, device=self.device)
-        name = self.config.model_type
+        layout, name = chain(start, n), self.config.model_type
         try:
-            ours = self.logits(self(chain(start, n), cache, ids).clean)
+            ours = self.logits(self(layout, cache, ids).clean)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
             raise UnsupportedModel(f"{name}: its layers cannot be called one by one ({error})") from error
         for layer in cache.layers:

@@ -29,7 +29,9 @@ class Command:
 
 
 # One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.chat:main"),
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {
+    "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -2,8 +2,7 @@
 
 A decoding step is hundreds of small kernels, and starting them one by one takes longer than running them. A graph
 starts them all at once, but replays exactly what it saw: the same shapes and the same addresses. So everything that
-changes from call to call must live in tensors: either in the caller's own, updated in place, or in inputs, which are
-copied in.
+changes from call to call must live in tensors: the caller's own, updated in place, or inputs, which are copied in.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Graphs:
     """Captured functions by key; all share one memory pool.
 
     The first call of a key runs the function as it is (libraries and compilers set themselves up, and a rare key costs
-    no capture); the second captures it; all later ones replay it. Every call does the function's work exactly once, so
-    a function with side effects (a decoding step) needs no separate warm-up.
+    no capture); the second captures it and replays that, as all later ones do. Every call does the function's work
+    exactly once, so a function with side effects (a decoding step) needs no separate warm-up.
 
     Args:
         device: where the functions run.
@@ -107,5 +106,4 @@ def fuse(layers: nn.ModuleList) -> None:
             kind = type(module).__name__
             if kind.endswith(("Norm", "MLP")) and not any(p.endswith("mlp") for p in name.split(".")[:-1]):
                 parent, _, leaf = name.rpartition(".")
-                compiled: Any = torch.compile(module, dynamic=True)
-                layer.get_submodule(parent)._modules[leaf] = compiled
+                layer.get_submodule(parent)._modules[leaf] = torch.compile(module, dynamic=True)  # type: ignore[assignment]

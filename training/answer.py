@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import signal
 import sys
@@ -22,9 +23,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec import graphs
+from selfspec.adapters.io import fingerprint
+from selfspec.attention import BACKENDS
 from selfspec.backbone import Backbone
-from selfspec.training.data import Conversation, read_prompts
 from selfspec.training.generate import Batch, Done, Job
+from selfspec.training.prompts import Conversation, read_prompts
 from selfspec.training.shards import AnswerFolder
 
 
@@ -38,6 +41,7 @@ class AnswerOptions:
         seed: of the choice of temperatures and of all draws.
         batch: requests at a time; fewer where they would not fit into memory.
         compile: fuse element-wise kernels with torch.compile.
+        attention: backend; None chooses Triton on CUDA where it is installed, else the reference.
         cuda_graphs: False runs step by step (for debugging).
         format: of the shards, "parquet", "jsonl" or "auto".
         shard_rows: answers a shard; a kill loses less than this many and the running batch.
@@ -48,6 +52,7 @@ class AnswerOptions:
     seed: int = 0
     batch: int = 2048
     compile: bool = False
+    attention: str | None = None
     cuda_graphs: bool = True
     format: str = "auto"
     shard_rows: int = 4096
@@ -69,8 +74,8 @@ def answer(
 ) -> dict[str, Any]:
     """Answer every turn of every conversation that the folder does not hold yet.
 
-    A row is `{id, prompt_ids, answer_ids, temperature, finish_reason}`. Where a conversation has several turns, each
-    is a row of its own, `ID#1`, `ID#2` and so on, and its prompt holds the model's own answers to the turns before.
+    A row is `{id, prompt_ids, answer_ids, temperature, finish_reason}`. Where a conversation has several turns, each is
+    a row of its own, `ID#1`, `ID#2` and so on, and its prompt holds the model's own answers to the turns before.
 
     Args:
         model: on the device where it is to run.
@@ -92,8 +97,9 @@ def answer(
         if row["id"] in several:
             said[row["id"]] = row["answer_ids"]
 
+    mark = fingerprint(model)
     settings = {
-        "model": fingerprint(model),
+        "model": f"{mark['architecture']} {mark['weights'][:32]} {str(model.dtype).removeprefix('torch.')}",
         "template": hashlib.sha256((getattr(tokenizer, "chat_template", None) or "").encode()).hexdigest()[:16],
         "eos": sorted(eos),
         "max_new_tokens": options.max_new_tokens,
@@ -101,11 +107,12 @@ def answer(
         "seed": options.seed,
     }
     with AnswerFolder(Path(folder), settings, options.format, options.shard_rows, keep) as target:
-        backbone = Backbone(model)
+        backbone = Backbone(model, backend=options.attention or best_attention(model))
         if options.compile:
             graphs.fuse(backbone.layers)
         skipped: list[str] = []
-        progress = Progress(sum(len(c.turns) for c in conversations), len(target.ids), quiet)
+        wanted = [_row_id(c, t) for c in conversations for t in range(len(c.turns))]
+        progress = Progress(len(wanted), sum(name in target.ids for name in wanted), quiet)
         for turn in range(max((len(c.turns) for c in conversations), default=0)):
             todo = [c for c in conversations if turn < len(c.turns) and _row_id(c, turn) not in target.ids]
             ready = [c for c in todo if turn == 0 or _row_id(c, turn - 1) in said]
@@ -131,7 +138,7 @@ def answer(
                 target.add(row)
                 keep(row)
         progress.end()
-        target.notes = {"complete": True, "skipped": skipped, "format": target.format}
+        target.notes = {"complete": True, "skipped": skipped, "format": target.format, "attention": backbone.backend}
         target.flush()
         return target.write_manifest()
 
@@ -159,6 +166,13 @@ def _generate(
         del batch
 
 
+def best_attention(model: PreTrainedModel) -> str:
+    """The fastest backend for large batches here; the reference takes what kernels do not (float64, the CPU)."""
+    kernels = importlib.util.find_spec("triton") and "triton" in BACKENDS
+    half = model.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return "triton" if kernels and half and model.device.type == "cuda" else "sdpa"
+
+
 def slots_that_fit(backbone: Backbone, capacity: int, share: float = 0.7) -> int:
     """Requests of some length whose keys and values fit into that share of the device's free memory."""
     if backbone.device.type != "cuda":
@@ -182,7 +196,8 @@ def _prompts(
         messages = list(c.context)
         for t in range(turn):
             ids = said[_row_id(c, t)]
-            text = tokenizer.decode(ids[:-1] if ids[-1] in eos else ids, skip_special_tokens=True)
+            ids = ids[:-1] if ids[-1] in eos else ids
+            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             messages += [c.turns[t], {"role": "assistant", "content": text}]
         messages.append(c.turns[turn])
         if templated:
@@ -216,17 +231,6 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
-
-
-@torch.no_grad()
-def fingerprint(model: PreTrainedModel, points: int = 512) -> str:
-    """Hash of names, shapes, kinds and evenly spaced values of all parameters; no pass over all weights."""
-    digest = hashlib.sha256()
-    for name, p in model.named_parameters():
-        flat = p.detach().reshape(-1)
-        digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
-        digest.update(flat[:: max(1, flat.numel() // points)].double().cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 class Progress:
@@ -279,15 +283,9 @@ def _mix(text: str) -> tuple[tuple[float, float], ...]:
 def build_parser() -> argparse.ArgumentParser:
     """Arguments of `selfspec answer`."""
     d = AnswerOptions()
-    p = argparse.ArgumentParser(
-        prog="selfspec answer", description="Let a model answer prompts, to train on its answers."
-    )
-    p.add_argument(
-        "prompts", nargs="+", help=".jsonl, .jsonl.gz, .parquet (prompt, turns or messages) or .txt (a line each)"
-    )
-    p.add_argument(
-        "-o", "--output", required=True, type=Path, metavar="DIR", help="answer folder; an earlier run is resumed"
-    )
+    p = argparse.ArgumentParser(prog="selfspec answer", description="Let a model answer prompts.")
+    p.add_argument("prompts", nargs="+", help=".jsonl[.gz] or .parquet (prompt, turns or messages), or .txt")
+    p.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="an earlier run is resumed")
     p.add_argument("--model", required=True, help="folder, hub name, .gguf file or the name of an embedded model")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", help="default: bfloat16 on CUDA, else the checkpoint's")
@@ -297,10 +295,11 @@ def build_parser() -> argparse.ArgumentParser:
     p.add_argument("--limit", type=int, help="answer no more than this many prompts")
     p.add_argument("--seed", type=int, default=d.seed)
     p.add_argument(
-        "--format", choices=("auto", "parquet", "jsonl"), default=d.format, help="default: parquet with pyarrow"
+        "--format", choices=("auto", "parquet", "jsonl"), default=d.format, help="default: what pyarrow allows"
     )
     p.add_argument("--shard-rows", type=int, default=d.shard_rows)
     p.add_argument("--compile", action="store_true", help="fuse element-wise kernels with torch.compile")
+    p.add_argument("--attention", choices=sorted(BACKENDS), help="default: triton on CUDA where it is installed")
     p.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
     return p
 

@@ -1,8 +1,8 @@
 """Plain decoding of very many prompts: one static batch whose slots are refilled as answers end.
 
 A step is one graph replay. The host looks at the batch once in `SYNC` steps: it takes out what has ended, closes the
-gaps (running requests stand in slots 0..n-1) and prefills new prompts behind them. Attention reads K keys of every
-slot, K being the longest running request's, so prompts should come sorted by length.
+gaps (running requests stand in slots 0..n-1) and prefills new prompts behind them. A graph is made for K keys a slot, K
+being the longest running request's, so prompts should come sorted by length.
 """
 
 from __future__ import annotations
@@ -136,13 +136,13 @@ class Batch:
         return done
 
     def _refill(self, queue: deque[Job]) -> None:
-        """Close the gaps and admit jobs when it pays: a sixteenth of the batch is free, or a smaller graph will do."""
+        """Close the gaps and admit jobs when that pays: a sixteenth of the batch is free, or a smaller graph does."""
         live = sum(j is not None for j in self.jobs)
         free = self.slots - live
         if queue and free >= max(1, self.slots // 16):
             self._compact()
             self._admit([queue.popleft() for _ in range(min(free, len(queue)))])
-        elif (not queue and self._bucket(live) < self._bucket(len(self.jobs))) or not live:
+        elif not live or (not queue and self._bucket(live) < self._bucket(len(self.jobs))):
             self._compact()
 
     def _compact(self) -> None:
@@ -216,7 +216,7 @@ class Batch:
         token, made, alive, out = self.token[slot], self.made[slot], self.alive[slot], self.out[slot]  # views
         new = choose(logits, self.temperature[slot], self.seed[slot], made) if self.sample else logits.argmax(-1)
         new = torch.where(alive, new, token)
-        out.scatter_(1, torch.where(alive, made, out.shape[1] - 1)[:, None], new[:, None])
+        out.scatter_(1, made.masked_fill(~alive, out.shape[1] - 1)[:, None], new[:, None])
         token.copy_(new)
         made += alive
         alive &= (made < self.cap[slot]) & ~(new[:, None] == self.eos).any(-1)
@@ -249,7 +249,7 @@ def choose(logits: Tensor, temperature: Tensor, seed: Tensor, count: Tensor) -> 
     Returns:
         [n] long
     """
-    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    scaled = logits.float() / temperature.masked_fill(temperature <= 0, 1)[:, None]
     # float64 sums: a draw below the total then always lands on a token of positive probability
     mass = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
     drawn = (mass <= uniform(seed, count)[:, None] * mass[:, -1:]).sum(-1)
@@ -257,7 +257,7 @@ def choose(logits: Tensor, temperature: Tensor, seed: Tensor, count: Tensor) -> 
 
 
 def uniform(seed: Tensor, count: Tensor) -> Tensor:
-    """The count-th number of a seed's sequence, in [0, 1), the same on every device (splitmix64). Returns [n] float64."""
+    """The count-th number of a seed's sequence, in [0, 1), the same on every device (splitmix64). [n] float64"""
     x = seed + (count + 1) * _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)

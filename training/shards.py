@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from selfspec.training.data import read_rows, shard_files
+from selfspec.training.prompts import read_rows, shard_files
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -55,7 +55,7 @@ class AnswerFolder:
         self.folder, self.settings, self.shard_rows = folder, settings, shard_rows
         self.format, self.suffix = format, FORMATS[format]
         self.ids: set[str] = set()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(dict.fromkeys(("answers", "stop", "length", "prompt_tokens", "answer_tokens"), 0))
         self.notes: dict[str, Any] = {}  # further entries of the manifest
         self._shards: dict[str, dict[str, Any]] = {}
         self._buffer: list[Row] = []
@@ -145,9 +145,8 @@ class AnswerFolder:
         old, new = manifest["settings"], json.loads(json.dumps(self.settings))
         other = [f"{k}: {old.get(k)!r}, now {new.get(k)!r}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
         if other:
-            raise ValueError(
-                f"{self.folder} holds answers made with other settings ({'; '.join(other)}); use another folder"
-            )
+            what = "; ".join(other)
+            raise ValueError(f"{self.folder} holds answers made with other settings ({what}); use another folder")
         return {s["file"]: s["sha256"] for s in manifest["shards"]}
 
     def _count(self, path: Path, rows: list[Row]) -> None:

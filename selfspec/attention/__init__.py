@@ -1,14 +1,16 @@
 """Attention backends behind one signature, and the function that transformers' layers call.
 
-A backend is `fn(query [N, H, R, D], key [N, Hkv, K, D], value [N, Hkv, K, Dv], rule, window, scale, softcap, sinks)`
-and returns [N, H, R, Dv]; `rule` is the `AttentionRule` of the forward. Each stands in its own file and in `BACKENDS`.
+A backend is a module in this folder with two functions. `attention(query [N, H, R, D], key [N, Hkv, K, D], value [N,
+Hkv, K, Dv], rule, window, scale, softcap, sinks)` returns [N, H, R, Dv], where `rule` is the forward's `AttentionRule`.
+`prepare(rule, window)` builds on the rule what `attention` will read from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +18,12 @@ from transformers import AttentionInterface
 
 from selfspec.rows import RowLayout, attention_rule, row_to_row
 
-# name -> module:function, imported when it is first asked for: not every machine has every library
-BACKENDS = {
-    "sdpa": "selfspec.attention.sdpa:attention",
-    "triton": "selfspec.attention.triton:attention",
-}
+BACKENDS = ("sdpa", "triton")  # each a module here, imported when it is first asked for
 NAME = "selfspec"  # this package's entry in transformers' AttentionInterface
 
 
 @cache
-def backend(name: str) -> Callable[..., Tensor]:
+def backend(name: str) -> ModuleType:
     """A backend by name.
 
     Raises:
@@ -33,9 +31,8 @@ def backend(name: str) -> Callable[..., Tensor]:
     """
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: expected one of {', '.join(BACKENDS)}")
-    module, function = BACKENDS[name].split(":")
     try:
-        return getattr(import_module(module), function)
+        return import_module(f"selfspec.attention.{name}")
     except ImportError as error:
         raise ValueError(f"attention backend {name!r} cannot be loaded here ({error})") from error
 
@@ -47,16 +44,25 @@ class AttentionRule:
         layout: the forward.
         n_keys: K, length of the slot axis that attention reads.
         name: of the backend.
+        asked: collects the windows that layers ask for, where that is not known yet.
     """
 
-    def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa"):
-        self.layout, self.n_keys, self.backend = layout, n_keys, backend(name)
+    def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa", asked: set[int | None] | None = None):
+        self.layout, self.n_keys, self.backend, self.asked = layout, n_keys, backend(name), asked
         self._masks: dict[int | None, Tensor] = {}
         self._compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
-    def run(self, query: Tensor, key: Tensor, value: Tensor, *how) -> Tensor:
+    def prepare(self, windows: Iterable[int | None]) -> AttentionRule:
+        """Build all that the layers will read, before they run: compiled layers then find it there."""
+        for window in windows:
+            self.backend.prepare(self, window)
+        return self
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, *how) -> Tensor:
         """Attention of the forward's rows by the chosen backend. Returns [N, H, R, Dv]."""
-        return self.backend(query, key, value, self, *how)
+        if self.asked is not None:
+            self.asked.add(window)
+        return self.backend.attention(query, key, value, self, window, *how)
 
     def mask(self, window: int | None) -> Tensor:
         """The dense mask, built once per window. bool [N, R, K]"""

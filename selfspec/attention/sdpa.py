@@ -7,6 +7,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
+def prepare(rule, window: int | None) -> None:
+    """Build the dense mask."""
+    rule.mask(window)
+
+
 def attention(
     query: Tensor,
     key: Tensor,

@@ -103,6 +103,11 @@ def _combine(
     tl.store(out + at * DV + dv, (acc / total).to(out.dtype.element_ty), dv < DV)
 
 
+def prepare(rule, window: int | None) -> None:
+    """Build the compact rule; it serves all windows."""
+    rule.compact()
+
+
 def attention(
     query: Tensor,
     key: Tensor,
