@@ -283,8 +283,8 @@ class Backbone(nn.Module):
         layout, name = chain(start, n), self.config.model_type
         try:
             ours = self.logits(self(layout, cache, ids).clean)
-        except (TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
-            raise UnsupportedModel(f"{name}: its layers cannot be called one by one ({error})") from error
+        except (TypeError, AttributeError, KeyError, IndexError, ValueError) as cause:
+            raise UnsupportedModel(f"{name}: its layers cannot be called one by one ({cause})") from cause
         for layer in cache.layers:
             if layer.keys is None or layer.values is None:
                 raise UnsupportedModel(f"{name}: a layer does not use the cache that it is given")

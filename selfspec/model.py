@@ -127,7 +127,9 @@ class SelfSpecModel:
             streamer.end()
         self.stats = [r.stats for r in requests]
         sequences = _padded(ids, requests, pad or 0)
-        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+        if config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        return sequences
 
     def run(self, requests: list[Request], plan: Plan, slots: int | None = None) -> Iterator[list[int]]:
         """Decode requests to their end. Yields what the first request emits, round by round."""
