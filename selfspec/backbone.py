@@ -141,7 +141,8 @@ class Backbone(nn.Module):
         self.rotary_by_type = "layer_type" in inspect.signature(self.rotary.forward).parameters
         self.head = head_of(model, inner)
         takes = inspect.signature(originals[0].forward).parameters
-        self.cache_name = "cache" if "cache" in takes else "past_key_values"  # renamed in transformers 5.2x
+        # renamed in transformers 5.2x; "layer_past" where a family was not renamed before
+        self.cache_name = next((n for n in ("cache", "past_key_values", "layer_past") if n in takes), "cache")
         self.max_positions = _max_positions(self.config)
         self.layer_types = getattr(self.config, "layer_types", None) or ["full_attention"] * self.n_layers
         self.windows: set[int | None] = set()  # what the layers ask attention for; the probe finds out
@@ -279,10 +280,14 @@ class Backbone(nn.Module):
         ids = torch.arange(n, device=self.device)[None] % self.vocab_size
         cache = PrefixCache(self.n_layers)
         start = torch.zeros(1, dtype=torch.long, device=self.device)
-        layout = chain(start, n)
-        ours = self.logits(self(layout, cache, ids).clean)
+        layout, name = chain(start, n), self.config.model_type
+        try:
+            ours = self.logits(self(layout, cache, ids).clean)
+        except (TypeError, AttributeError, KeyError, IndexError, ValueError) as cause:
+            raise UnsupportedModel(f"{name}: its layers cannot be called one by one ({cause})") from cause
         for layer in cache.layers:
-            assert layer.keys is not None and layer.values is not None
+            if layer.keys is None or layer.values is None:
+                raise UnsupportedModel(f"{name}: a layer does not use the cache that it is given")
             self.kv_shapes.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
         if model is None:
             return
@@ -291,7 +296,7 @@ class Backbone(nn.Module):
         error = (own - ours).float().norm() / own.float().norm().clamp(min=1e-6)
         if not error < loose:
             raise UnsupportedModel(
-                f"{type(model).__name__}: running its layers one by one gives other logits than its own forward "
+                f"{name}: running its layers one by one gives other logits than its own forward "
                 f"(relative error {error:.1e}); the model does something between its layers that selfspec does not know"
             )
 

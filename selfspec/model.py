@@ -126,8 +126,10 @@ class SelfSpecModel:
         if streamer is not None:
             streamer.end()
         self.stats = [r.stats for r in requests]
-        sequences: Any = _padded(ids, requests, pad or 0)
-        return GenerateDecoderOnlyOutput(sequences=sequences) if config.return_dict_in_generate else sequences
+        sequences = _padded(ids, requests, pad or 0)
+        if config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        return sequences
 
     def run(self, requests: list[Request], plan: Plan, slots: int | None = None) -> Iterator[list[int]]:
         """Decode requests to their end. Yields what the first request emits, round by round."""

@@ -108,6 +108,34 @@ def test_late_draft_rows_run_through_the_last_layers_only(family):
     assert off(body.logits(both.clean), out.logits[:, 10:12]) < TOLERANCE[family]
 
 
+OTHERS = {
+    "GPTNeoX": dict(rotary_pct=0.5),
+    "Phi": {},
+    "StableLm": {},
+    "Mixtral": dict(num_local_experts=4, sliding_window=5, experts_implementation="eager"),
+    "Nemotron": {},
+    "DeepseekV3": dict(
+        num_key_value_heads=4,
+        **dict(kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=4),
+        **dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, experts_implementation="eager"),
+        **dict(n_group=1, topk_group=1, first_k_dense_replace=1),
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", OTHERS)
+def test_further_families(family):
+    """Other names for things, parallel residuals, partial rotary, keys and values of different width."""
+    model, ids = build(family, **OTHERS[family]), torch.tensor([LONG])
+    body = Backbone(model)
+    cache = body.new_cache(1, 23, 16)
+    body(rows.chain(torch.tensor([0]), 9), cache, ids[:, :9])
+    cache.commit([9])
+    got = body.logits(body(rows.chain(torch.tensor([9]), 14), cache, ids[:, 9:]).clean)
+    assert off(got, own(model, ids)[:, 9:]) < 1e-6
+
+
 @torch.no_grad()
 def test_features_are_the_models_hidden_states():
     model, ids = model_of("Gemma3"), torch.tensor([LONG])
@@ -264,12 +292,13 @@ REFUSED = {
     "GPT2": (transformers.GPT2LMHeadModel, dict(n_embd=32, n_layer=2, n_head=2, n_positions=32)),
     "Bloom": (transformers.BloomForCausalLM, dict(hidden_size=32, n_layer=2, n_head=2)),
     "OPT": (transformers.OPTForCausalLM, dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, ffn_dim=32)),
+    "Falcon": (transformers.FalconForCausalLM, dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)),
     "RecurrentGemma": (
         transformers.RecurrentGemmaForCausalLM,
         dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, head_dim=16),
     ),
 }
-REASONS = {"T5": "encoder-decoder", "Mamba": "recurrent", "Qwen3Next": "linear_attention"}
+REASONS = {"T5": "encoder-decoder", "Mamba": "recurrent", "Qwen3Next": "linear_attention", "Falcon": "falcon.*alibi"}
 
 
 @pytest.mark.parametrize("name", REFUSED)

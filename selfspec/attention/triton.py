@@ -34,6 +34,7 @@ def _partial(
     first = tl.load(start + n)
     end = tl.minimum(first + n_rows, n_keys)  # slots past the last row hold nothing
     begin = split * STRETCH
+    scale, softcap = scale.to(tl.float32), softcap.to(tl.float32)  # a compiler may hand Python floats over as float64
     queries = tl.load(q + n * sqn + head[:, None] * sqh + r[:, None] * sqr + d, live[:, None] & (d < D), 0.0)
     bound = tl.load(limit + n * n_rows + r, live, 0)
     place = tl.load(position + n * n_rows + r, live, 0)
