@@ -47,11 +47,19 @@ def load(
         FileNotFoundError: if nothing is known under that name.
         ModuleNotFoundError: if the package that reads or carries the file isn't installed.
     """
-    source = str(embedded_file(name)) if name in EMBEDDED else os.fspath(name)
-    if source.endswith(".gguf"):
-        source = str(dequantised(Path(source)))
+    model = load_model(name, dtype, device)  # first: it knows best why a name leads nowhere
+    return model, AutoTokenizer.from_pretrained(_source(name))
+
+
+def load_model(
+    name: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> PreTrainedModel:
+    """The model alone; arguments and errors as in `load`."""
+    source = _source(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype is None else dtype)
     except OSError as error:
         if os.path.isdir(source):
             raise
@@ -60,10 +68,15 @@ def load(
             f"{source!r} is no local folder, no .gguf file, none of the embedded models ({known}), "
             f"and the hub gave no model of that name: {error}"
         ) from error
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype is None else dtype)
     if device is not None:
         model.to(device)  # type: ignore[arg-type]  # the decorator on `to` hides its self
-    return model.eval(), tokenizer
+    return model.eval()
+
+
+def _source(name: str | os.PathLike[str]) -> str:
+    """The folder or hub name that transformers loads."""
+    source = str(embedded_file(str(name))) if str(name) in EMBEDDED else os.fspath(name)
+    return str(dequantised(Path(source))) if source.endswith(".gguf") else source
 
 
 def embedded_file(name: str) -> Path:

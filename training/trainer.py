@@ -71,7 +71,7 @@ class Trainer:
         self.packer = Packer(answers, config.length, config.rows, config.seed)
 
         if model is None:
-            model, _ = hub.load(config.model, dtype=getattr(torch, config.dtype))
+            model = hub.load_model(config.model, dtype=getattr(torch, config.dtype))
         self.model = model.to(self.device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.path_config = config.path
         if self.path_config.shift and "hidden" in self.path_config.layouts:
