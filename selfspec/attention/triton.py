@@ -34,7 +34,6 @@ def _partial(
     first = tl.load(start + n)
     end = tl.minimum(first + n_rows, n_keys)  # slots past the last row hold nothing
     begin = split * STRETCH
-    scale, softcap = scale.to(tl.float32), softcap.to(tl.float32)  # a compiler may hand Python floats over as float64
     queries = tl.load(q + n * sqn + head[:, None] * sqh + r[:, None] * sqr + d, live[:, None] & (d < D), 0.0)
     bound = tl.load(limit + n * n_rows + r, live, 0)
     place = tl.load(position + n * n_rows + r, live, 0)
@@ -45,10 +44,11 @@ def _partial(
         t = low + tl.arange(0, BLOCK)
         here = t < end
         keys = tl.load(k + n * skn + hk * skh + t[:, None] * skt + d, here[:, None] & (d < D), 0.0)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        # a compiler hands Python floats over as float64, Triton itself as float32
+        scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale).to(tl.float32)
         if SOFTCAP:
-            ratio = scores / softcap
-            scores = softcap * (1 - 2 / (tl.exp(2 * ratio) + 1))  # tanh
+            ratio = (scores / softcap).to(tl.float32)
+            scores = (softcap * (1 - 2 / (tl.exp(2 * ratio) + 1))).to(tl.float32)  # tanh
         row = t - first  # below 0: a prefix slot
         allow = (row < 0) & (t < bound[:, None])
         if low + BLOCK > first:
