@@ -14,7 +14,7 @@ from selfspec.draft import DraftTree, chain_of
 from selfspec.draft.drawn import drawn
 from selfspec.draft.tree import best_first
 from selfspec.request import Request
-from selfspec.sampling import Pipeline, draw, gumbel
+from selfspec.sampling import Pipeline, draw, perturbed
 from selfspec.verify import DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import walk
 
@@ -171,12 +171,12 @@ def _draft_scores(requests: list[Request], logits: Tensor) -> Tensor:
 
 def _coupled_drafts(requests: list[Request], start: Tensor, logits: Tensor) -> Tensor:
     """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
-    scores = _draft_scores(requests, logits).double()
-    positions = start[:, None] + 1 + torch.arange(scores.shape[1], device=start.device)  # [N, T]
-    vocabulary = torch.arange(scores.shape[2], device=start.device)
-    for i, request in enumerate(requests):
-        if request.sampling is not None and request.sampling.sample:
-            scores[i] += gumbel(request.sampling.seed, positions[i, :, None], vocabulary)
+    scores = _draft_scores(requests, logits)
+    n, t, v = scores.shape
+    drawn = [i for i, r in enumerate(requests) if r.sampling is not None and r.sampling.sample]
+    seed = _seeds([requests[i] for i in drawn], start.device).repeat_interleave(t)
+    positions = (start[drawn, None] + 1 + torch.arange(t, device=start.device)).reshape(-1)
+    scores[drawn] = perturbed(scores[drawn].view(-1, v), seed, positions, lambda s: s.float()).view(-1, t, v)
     return scores
 
 

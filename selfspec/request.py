@@ -27,6 +27,8 @@ class Request:
         criteria: transformers' stopping criteria, asked after every emitted token.
         scores: [1, V] processed scores of each emitted token, if they are kept.
         logits: [1, V] logits of each emitted token, if they are kept.
+        device: where its text is kept for processors and criteria; its session says.
+        drawn: the session's verifier draws whole paths, whatever the processors; likewise.
     """
 
     prompt: list[int]
@@ -40,13 +42,14 @@ class Request:
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     device: torch.device | None = None
+    drawn: bool = False
     _text: Tensor | None = None
     _fresh: list[int] = field(default_factory=list)
 
     @property
     def lazy(self) -> bool:
         """Whether its tokens are chosen, and taken, one by one."""
-        return self.sampling is not None and self.sampling.lazy
+        return self.sampling is not None and self.sampling.lazy and not self.drawn
 
     def take(self, tokens: list[int]) -> list[int]:
         """Append what a round emitted, up to its end, and note why it ended. Returns what was kept.

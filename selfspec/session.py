@@ -69,7 +69,7 @@ class Session:
         """
         for r in requests:
             self.check(r)
-            r.device = self.backbone.device
+            r.device, r.drawn = self.backbone.device, self.chooser.draws
         if not requests:
             return []
         first = len(self.active)
