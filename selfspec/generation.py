@@ -28,6 +28,7 @@ class Extras:
         prefix_allowed_tokens_fn: (prompt's index, [t] long) -> allowed token ids.
         tokenizer: for `stop_strings`.
         seed: see `selfspec.sampling.seeds_of`.
+        pipelines: ready-made, one an answer; then nothing is built from configuration and processors.
     """
 
     logits_processor: Sequence[Any] | None = None
@@ -35,6 +36,7 @@ class Extras:
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None
     tokenizer: Any = None
     seed: int | list[int] | None = None
+    pipelines: Sequence[Pipeline] | None = None
 
 
 def build_requests(
@@ -68,7 +70,7 @@ def build_requests(
     out = []
     for i, seed in enumerate(seeds):
         prompt = prompts[i // copies]
-        pipeline = shared
+        pipeline = shared if extras.pipelines is None else extras.pipelines[i]
         if pipeline is None:
             allowed = _for_prompt(extras.prefix_allowed_tokens_fn, i // copies)
             pipeline = Pipeline(processors_of(model, config, prompt, width, cap, custom[i], allowed))
@@ -131,13 +133,18 @@ def _per_answer(given: Sequence[Any] | None, prompts: int, copies: int) -> list[
         if len(given) != prompts:
             raise ValueError(f"logits_processor has {len(given)} lists for {prompts} prompts")
         lists = [g for g in given for _ in range(copies)]
-        return lists if copies == 1 else [_copied(g) for g in lists]
+        return lists if copies == 1 else [copied(g) for g in lists]
     if n == 1 or not given:
         return [given] * n  # the caller's own objects: he may look into them afterwards
-    return [_copied(given) for _ in range(n)]
+    return [copied(given) for _ in range(n)]
 
 
-def _copied(processors: Sequence[Any]) -> list[Any]:
+def copied(processors: Sequence[Any]) -> list[Any]:
+    """Processors for one more answer.
+
+    Raises:
+        ValueError: they cannot be copied.
+    """
     try:
         return copy.deepcopy(list(processors))
     except Exception as cause:
