@@ -23,7 +23,7 @@ def drafted(model, path):
     body, cache = Backbone(model, path), PrefixCache(LAYERS)
     with torch.no_grad():
         taps = body(rows.chain(torch.tensor([0]), 10), cache, ONE).taps
-        cache.recording = False
+        cache.freeze()
         tokens = torch.tensor([[PROMPT[-1], MASK, MASK]])
         drafts = DraftRows(tokens, torch.arange(3)[None], None if taps is None else taps[:, -1:])
         return body.logits(body(rows.block(torch.tensor([10]), 3), cache, draft=drafts).draft)
@@ -127,7 +127,7 @@ def test_a_lora_folder_is_a_plain_peft_folder(family, tmp_path):
     path = path_of(model, 0.3, tuning="lora", causal=True, shift=True, block_size=12)
     io.save(path, tmp_path, model, dtype=torch.float64)
     body, cache = Backbone(model, path), PrefixCache(LAYERS)
-    cache.recording = False
+    cache.freeze()
     for layer, (heads, d, _) in zip(cache.layers, body.kv_shapes, strict=True):
         layer.keys = layer.values = torch.empty(1, heads, 0, d).double()
     drafts = DraftRows(ONE, torch.arange(10)[None])

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec import graphs
 from selfspec.adapters.io import fingerprint
 from selfspec.attention import BACKENDS
 from selfspec.backbone import Backbone
@@ -40,7 +39,6 @@ class AnswerOptions:
         temperature_mix: temperature -> share of the prompts answered at it; the others are answered greedily.
         seed: of the choice of temperatures and of all draws.
         batch: requests at a time; fewer where they would not fit into memory.
-        compile: fuse element-wise kernels with torch.compile.
         attention: backend; None chooses Triton on CUDA where it is installed, else the reference.
         cuda_graphs: False runs step by step (for debugging).
         format: of the shards, "parquet", "jsonl" or "auto".
@@ -51,7 +49,6 @@ class AnswerOptions:
     temperature_mix: tuple[tuple[float, float], ...] = ()
     seed: int = 0
     batch: int = 2048
-    compile: bool = False
     attention: str | None = None
     cuda_graphs: bool = True
     format: str = "auto"
@@ -108,8 +105,6 @@ def answer(
     }
     with AnswerFolder(Path(folder), settings, options.format, options.shard_rows, keep) as target:
         backbone = Backbone(model, backend=options.attention or best_attention(model))
-        if options.compile:
-            graphs.fuse(backbone.layers)
         skipped: list[str] = []
         wanted = [_row_id(c, t) for c in conversations for t in range(len(c.turns))]
         progress = Progress(len(wanted), sum(name in target.ids for name in wanted), quiet)
@@ -298,7 +293,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--format", choices=("auto", "parquet", "jsonl"), default=d.format, help="default: what pyarrow allows"
     )
     p.add_argument("--shard-rows", type=int, default=d.shard_rows)
-    p.add_argument("--compile", action="store_true", help="fuse element-wise kernels with torch.compile")
     p.add_argument("--attention", choices=sorted(BACKENDS), help="default: triton on CUDA where it is installed")
     p.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
     return p

@@ -31,7 +31,7 @@ def run_clean(backbone: Backbone, pack: Pack) -> tuple[PrefixCache, Tensor, Tens
     start = torch.zeros(n, dtype=torch.long, device=pack.tokens.device)
     cache = PrefixCache(backbone.n_layers)
     hidden = backbone(RowLayout(pack.positions, start, s, segments=pack.segments), cache, pack.tokens)
-    cache.recording = False
+    cache.freeze()
     return cache, hidden.clean, hidden.taps
 
 
@@ -74,7 +74,7 @@ class _Compiled(nn.Module):
         cache = kwargs[self.cache_name]
         rule = attention_mask
         mask = rule.blocks(self.window) if rule.backend is backend("flex") else rule.mask(self.window)
-        recording = cache.owner.recording
+        recording = cache.recording
         prefix = (None, None) if recording else (cache.keys, cache.values)
         attention = rule.backend.attention
         x, keys, values = self.run(self.layer, x, mask, attention, position_ids, position_embeddings, *prefix)
