@@ -100,7 +100,7 @@ def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, s
     )
     now = time.perf_counter()
     text = model.tokenizer.decode(out[0, ids.shape[1] :], **readable)
-    return Answer(text, model.stats[0], now - clock.first, now - began)
+    return Answer(text, model.stats, now - clock.first, now - began)
 
 
 def fitted(model: SelfSpecModel, messages: list[Message], cap: int) -> tuple[list[Message], int]:

@@ -122,7 +122,7 @@ def audit(
                     else:
                         how = {"block_size": settings.block_size, "tree_nodes": settings.tree_nodes}
                         out = answers(model, hf, asked, settings.cap, mode=run.mode, **how)
-                        run.stats += model.stats
+                        run.stats += model.request_stats
                     run.seconds += time.perf_counter() - began
                     run.prompts += len(out)
                     run.tokens += sum(map(len, out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from selfspec import decode
 from selfspec.backbone import Backbone
+from selfspec.clock import Clock
 from selfspec.decode import State
 from selfspec.draft import DraftTree, chain_of
 from selfspec.draft.block import propose
+from selfspec.draft.lookup import Index, lookup
 from selfspec.draft.tree import best_first
 from selfspec.plan import Plan
 from selfspec.stats import Stats
@@ -38,6 +41,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stats: Stats = field(default_factory=Stats)
+    index: Index | None = None  # of prompt and output, where drafts are looked up
 
     def take(self, tokens: list[int]) -> list[int]:
         """Append what was emitted, up to the first EOS or the cap, and note why it ended. Returns what was kept."""
@@ -100,13 +104,16 @@ class Session:
             raise ValueError(f"{first} of {self.cache.slots} slots are taken; {len(requests)} more do not fit")
         for slot in range(first, first + len(requests)):
             self.cache.crop(0, slot)
+        clock = Clock(self.backbone.device)
         state = decode.prefill(self.backbone, self.cache, [r.prompt for r in requests], first, PREFILL_CHUNK)
         self.state = state if self.state is None or not self.active else _join(self.state, state)
         self.saved = None  # the new requests have none; all redraft once
         self.active += requests
         emitted = [r.take([t]) for r, t in zip(requests, state.anchor.tolist(), strict=True)]
+        clock.lap("prefill")
         for r in requests:
             r.stats.prompt_tokens = len(r.prompt)
+        _book(requests, clock)
         self._drop_finished()
         return emitted
 
@@ -131,15 +138,20 @@ class Session:
     def step(self) -> list[tuple[Request, list[int]]]:
         """One round for all running requests. Returns what each emitted; those that ended leave their slots."""
         assert self.state is not None
+        clock, running = Clock(self.backbone.device), self.active
         tree = self._tree(self.state)
+        clock.lap("draft")
         group = self.plan.block_size if self.plan.overlap else 0
         causal = self.config.causal if self.config is not None else False
         accepted, hidden = decode.verify(self.backbone, self.cache, self.state, tree, group, causal)
+        clock.lap("verify")
         self.saved = decode.saved_draft(self.backbone, accepted, hidden, group, self.config) if group else None
         self.state, emitted = decode.commit(self.cache, self.state, tree, accepted, hidden)
         out = [(r, r.take(tokens)) for r, tokens in zip(self.active, emitted, strict=True)]
         for request, kept in out:
             request.stats.count(len(kept))
+        clock.lap("rest")
+        _book(running, clock)
         self._drop_finished()
         return out
 
@@ -147,6 +159,8 @@ class Session:
         """This round's candidates: nothing but the anchor, a chain or a tree."""
         left = max(r.max_new_tokens - len(r.output) for r in self.active)
         size = min(self.plan.block_size, left)  # nobody can take more
+        if self.plan.lookup and size > 1:
+            return lookup(state.anchor, [self._guess(r, size - 1) for r in self.active])
         if not self.plan.drafts or size == 1:
             self.saved = None
             return DraftTree(state.anchor[:, None])
@@ -160,6 +174,14 @@ class Session:
         if self.plan.tree:
             return best_first(state.anchor, logits[:, : size - 1], self.plan.tree_nodes)
         return chain_of(state.anchor, logits[:, : size - 1])
+
+    def _guess(self, request: Request, n: int) -> list[int]:
+        """What the request's own text suggests to come next."""
+        if request.index is None:
+            request.index = Index()
+        known = len(request.index.tokens)
+        request.index.extend((request.prompt + request.output)[known:])
+        return request.index.guess(n)
 
     def _drop_finished(self) -> None:
         """Free the slots of ended requests; the last ones move into the gaps."""
@@ -180,6 +202,25 @@ class Session:
         self.saved = None if self.saved is None else self.saved[index]
 
 
+def _book(requests: list[Request], clock: Clock) -> None:
+    """Share a round's time out among its requests."""
+    for name, seconds in clock.read().items():
+        for r in requests:
+            r.stats.seconds[name] += seconds / len(requests)  # type: ignore[assignment]
+
+
 def _join(a: State, b: State) -> State:
     features = None if a.features is None or b.features is None else torch.cat([a.features, b.features])
     return State(torch.cat([a.anchor, b.anchor]), torch.cat([a.start, b.start]), features)
+
+
+def fitting(backbone: Backbone, capacity: int, share: float = 0.7) -> int:
+    """Requests of some length whose keys and values fit into that share of the device's free memory."""
+    if backbone.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(backbone.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = torch.empty(0, dtype=backbone.dtype).element_size()
+    per_position = size * sum(h * (d + dv) for h, d, dv in backbone.kv_shapes)
+    return max(1, int(share * free / (per_position * capacity)))

@@ -330,3 +330,12 @@ def test_decoding_with_an_adapter_of_another_dtype_still_is_exact(tmp_path):
     for prompt in RAGGED:
         out = requests.generate(torch.tensor([prompt]), max_new_tokens=8)
         assert out[0, len(prompt) :].tolist() == reference(model, [prompt], 8)[0]
+
+
+def test_an_adapter_in_another_dtype_follows_its_model_and_says_so(caplog):
+    model = model_of()
+    path = path_of(model).to(torch.float32)
+    with caplog.at_level("WARNING"):
+        SelfSpecModel(model, path)
+    assert {p.dtype for p in path.parameters()} == {torch.float64}
+    assert "moved to cpu as torch.float64" in caplog.text

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from selfspec.adapters.io import fingerprint
 from selfspec.attention import BACKENDS
 from selfspec.backbone import Backbone
+from selfspec.session import fitting
 from selfspec.training.generate import Batch, Done, Job
 from selfspec.training.prompts import Conversation, read_prompts
 from selfspec.training.shards import AnswerFolder
@@ -151,7 +152,7 @@ def _generate(
         sizes.setdefault(capacity, []).append(job)
     for group in sizes.values():
         longest = max(len(j.prompt) + j.max_new_tokens for j in group)
-        slots = min(options.batch, len(group), slots_that_fit(backbone, longest))
+        slots = min(options.batch, len(group), fitting(backbone, longest))
         sample = any(j.temperature > 0 for j in group)
         batch = Batch(backbone, eos, slots, longest, options.max_new_tokens, sample, options.cuda_graphs)
         for done in batch.run(group):
@@ -166,15 +167,6 @@ def best_attention(model: PreTrainedModel) -> str:
     kernels = importlib.util.find_spec("triton") and "triton" in BACKENDS
     half = model.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return "triton" if kernels and half and model.device.type == "cuda" else "sdpa"
-
-
-def slots_that_fit(backbone: Backbone, capacity: int, share: float = 0.7) -> int:
-    """Requests of some length whose keys and values fit into that share of the device's free memory."""
-    if backbone.device.type != "cuda":
-        return 1 << 30
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(backbone.device)
-    return max(1, int(share * free / backbone.new_cache(1, capacity, 0).nbytes))
 
 
 def _prompts(

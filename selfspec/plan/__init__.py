@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MODES = ("ar", "sequential", "overlap", "tree")
+MODES = ("ar", "lookup", "sequential", "overlap", "tree")
+ALONE = {"ar", "lookup"}  # modes that combine with no other
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class Plan:
     """A fixed plan.
 
     Attributes:
-        mode: "ar", "sequential", "tree", "overlap" or "overlap+tree".
+        mode: "ar", "lookup", "sequential", "tree", "overlap" or "overlap+tree".
         block_size: nodes of a chain, the anchor included; 1 is plain decoding.
         tree_nodes: nodes of a tree beside the anchor.
     """
@@ -24,15 +25,20 @@ class Plan:
     def __post_init__(self) -> None:
         parts = self.mode.split("+")
         unknown = [p for p in parts if p not in MODES]
-        if unknown or len(set(parts)) < len(parts) or ("ar" in parts and len(parts) > 1):
+        if unknown or len(set(parts)) < len(parts) or (ALONE & set(parts) and len(parts) > 1):
             raise ValueError(f"mode={self.mode!r}: expected {', '.join(MODES)}, or overlap+tree")
         if self.block_size < 1 or self.tree_nodes < 1:
             raise ValueError(f"block_size={self.block_size} and tree_nodes={self.tree_nodes} must be at least 1")
 
     @property
     def drafts(self) -> bool:
-        """Whether rounds draft at all."""
-        return self.mode != "ar" and self.block_size > 1
+        """Whether rounds draft with a mask path."""
+        return self.mode not in ALONE and self.block_size > 1
+
+    @property
+    def lookup(self) -> bool:
+        """Whether drafts are looked up in the text."""
+        return self.mode == "lookup" and self.block_size > 1
 
     @property
     def overlap(self) -> bool:
