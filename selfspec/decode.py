@@ -18,7 +18,7 @@ from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
 from selfspec.draft.block import ban_mask, draft_inputs
 from selfspec.verify import Accepted
-from selfspec.verify.greedy import greedy
+from selfspec.verify.greedy import best, greedy
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ def prefill(backbone: Backbone, cache: KVCache, prompts: list[list[int]], first:
                 taps[i] = None if hidden.taps is None else hidden.taps[i, len(part) - 1]
     logits = backbone.logits(torch.stack([h for h in last if h is not None])[:, None])  # [N, 1, V]
     features = [t for t in taps if t is not None]
-    return State(
-        logits[:, 0].argmax(-1), torch.tensor(done, device=device), torch.stack(features) if features else None
-    )
+    return State(best(logits[:, 0]), torch.tensor(done, device=device), torch.stack(features) if features else None)
 
 
 def verify(

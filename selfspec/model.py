@@ -68,7 +68,7 @@ class SelfSpecModel:
             AdapterError: the adapter is missing, damaged, or of another model.
             UnsupportedModel: the model cannot decode speculatively.
         """
-        model, tokenizer = hub.load(str(name), dtype=dtype, device=device)
+        model, tokenizer = hub.load_model(str(name), dtype, device), hub.load_tokenizer(str(name))
         found = io.shipped_for(model) if adapter == "auto" else adapter
         path = None if found is None else io.load(found, model, finetuned_base)
         return cls(model, path, tokenizer)
@@ -262,7 +262,10 @@ def _prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
             raise ValueError(f"prompt {i} is empty: its attention_mask is all zeros")
         first = keep.index(True)
         if not all(keep[first : first + len(kept)]):
-            raise ValueError(f"prompt {i}: the attention_mask has holes between tokens")
+            raise ValueError(
+                f"prompt {i}: the attention_mask has holes between tokens (without a mask, every pad token counts as "
+                "padding; pass attention_mask if it stands in the text)"
+            )
         out.append(kept)
     return out
 

@@ -339,3 +339,25 @@ def test_an_adapter_in_another_dtype_follows_its_model_and_says_so(caplog):
         SelfSpecModel(model, path)
     assert {p.dtype for p in path.parameters()} == {torch.float64}
     assert "moved to cpu as torch.float64" in caplog.text
+
+
+@pytest.mark.parametrize("alpha", [0, -1, 6.5])
+def test_alpha_that_peft_could_not_hold_is_refused(alpha):
+    with pytest.raises(ValueError, match="alpha"):
+        MaskPathConfig(tuning="lora", alpha=alpha)
+
+
+def test_a_save_that_is_killed_leaves_no_mixed_adapter(tmp_path):
+    model = model_of()
+    io.save(path_of(model), tmp_path, model)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(io, "save_file", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        io.save(path_of(model, seed=2), tmp_path, model)
+    with pytest.raises(AdapterError, match="no adapter"):
+        io.load(tmp_path, model)
+
+
+def test_a_model_folder_without_a_tokenizer_loads(tmp_path):
+    build().save_pretrained(tmp_path)
+    engine = SelfSpecModel.from_pretrained(tmp_path, adapter=None)
+    assert engine.tokenizer is None and engine.generate([PROMPT], max_new_tokens=2).shape == (1, len(PROMPT) + 2)

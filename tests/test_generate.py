@@ -407,5 +407,5 @@ def test_stats_tell_time_and_acceptance_by_position():
 
 @pytest.mark.parametrize("prompts", ["text", ["text"], [], [[]], [[3], []]])
 def test_lists_of_prompts_that_cannot_be_decoded(prompts):
-    with pytest.raises(ValueError, match="list of prompts|tokenizer|no prompts|empty"):
+    with pytest.raises(ValueError, match=r"list of prompts|tokenizer|no prompts|empty"):
         speculative().generate(prompts, max_new_tokens=3)
