@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -220,7 +220,7 @@ def fitting(backbone: Backbone, capacity: int, share: float = 0.7) -> int:
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(backbone.device)[0]
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = psutil.virtual_memory().available
     size = torch.empty(0, dtype=backbone.dtype).element_size()
     per_position = size * sum(h * (d + dv) for h, d, dv in backbone.kv_shapes)
     return max(1, int(share * free / (per_position * capacity)))
