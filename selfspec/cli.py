@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command("answer one prompt", "selfspec.chat:generate"),
     "chat": Command("talk to a model in the terminal", "selfspec.chat:chat"),
     "demo": Command("see self-speculation at work, measured and proved", "selfspec.demo:main"),
+    "info": Command("what is installed, and whether a model and an adapter fit", "selfspec.info:main"),
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
