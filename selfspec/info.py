@@ -40,7 +40,7 @@ def model_facts(model: PreTrainedModel, name: str) -> dict[str, Any]:
         backbone = Backbone(model)
     except UnsupportedModel as error:
         return facts | {"supported": False, "reason": str(error)}
-    windows = sorted(w for w in backbone.windows if w is not None)  # of the sliding layers; the others see everything
+    windows = sorted({w for w in backbone.windows if w is not None})  # of the sliding layers; the others see everything
     return facts | {"max_positions": backbone.max_positions, "windows": windows}
 
 

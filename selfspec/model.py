@@ -188,8 +188,7 @@ class SelfSpecModel:
         if block_size is None:
             block_size = LOOKUP_BLOCK if self.path is None or mode == "lookup" else self.path.config.block_size
         plan = Plan(mode, block_size, tree_nodes)
-        if self.path is None and plan.drafts:
-            raise ValueError(f"mode={mode!r} drafts with an adapter, and none is loaded; mode='lookup' needs none")
+        plan.require(getattr(self.path, "config", None))
         return plan
 
     def _one_input(

@@ -66,7 +66,7 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Per answer.")]
 Mode = Annotated[
     str | None,
     typer.Option(
-        help="ar, sequential, tree, overlap or overlap+tree; by default sequential where there is an adapter."
+        help="ar, lookup, sequential, tree, overlap or overlap+tree; by default sequential, or lookup without adapter."
     ),
 ]
 Modes = Annotated[
@@ -147,7 +147,7 @@ def load_model(options: Chosen) -> SelfSpecModel:
         options.model, adapter, dtype=getattr(torch, options.dtype), device=options.device
     )
     # one token, so that settings which `generate` refuses (a repetition penalty) are refused before any work
-    model.generate(torch.zeros(1, 1, dtype=torch.long), do_sample=False, max_new_tokens=1)
+    model.generate([[0]], do_sample=False, max_new_tokens=1)
     return model
 
 
@@ -164,12 +164,7 @@ def check_modes(model: SelfSpecModel, modes: tuple[str, ...] | None, options: Ch
     """
     modes = modes or (model.plan().mode,)
     for mode in modes:
-        plan = model.plan(mode, options.block_size, options.tree_nodes)
-        if plan.drafts and model.path is None:
-            raise ValueError(f"mode {mode!r} needs an adapter, and none fits this model; pass --adapter or --mode ar")
-        for layout in plan.layouts:
-            assert model.path is not None
-            model.path.config.require(layout, plan.block_size)
+        model.plan(mode, options.block_size, options.tree_nodes)
     return list(modes)
 
 

@@ -71,16 +71,7 @@ class Session:
     def __init__(self, backbone: Backbone, plan: Plan, slots: int, capacity: int):
         self.backbone, self.plan = backbone, plan
         self.config = getattr(backbone.path, "config", None)
-        if plan.drafts:
-            if self.config is None:
-                raise ValueError(f"mode {plan.mode!r} needs an adapter; load one, or decode with mode='ar'")
-            for layout in plan.layouts:
-                self.config.require(layout, plan.block_size)
-            if plan.overlap and self.config.taps:
-                raise ValueError(
-                    f"this adapter reads features {self.config.taps} of the last clean position, which an overlapped "
-                    "forward computes too late; choose mode='sequential' or 'tree', or train it without taps"
-                )
+        plan.require(self.config)
         nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
         rows = nodes * (1 + plan.block_size) if plan.overlap else max(nodes, plan.block_size)
         self.cache = backbone.new_cache(slots, capacity, max(rows, min(PREFILL_CHUNK, capacity)))

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import tiny_chat
 import torch
@@ -109,3 +111,12 @@ def test_the_demo_fails_without_an_adapter_or_with_a_wrong_decoder(folder, adapt
     result = tiny_chat.run("demo", *argv, "--dtype", "float32")
     assert result.exit_code == 1 and "MISMATCH" in result.stdout
     assert demo.proof([None, None])[1]
+
+
+def test_a_pad_token_of_zero_does_not_hide_the_first_prompt(tmp_path):
+    """Models that pad with token 0 were refused: the prompt that tries the settings out is token 0."""
+    folder = tiny_chat.save_model(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": 0, "eos_token_id": 1}))
+    argv = ["w3 w4", "--model", folder, "--dtype", "float32", "--max-new-tokens", "3"]
+    assert tiny_chat.run("generate", *argv).exit_code == 0

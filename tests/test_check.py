@@ -119,7 +119,7 @@ def test_partial_reports_are_written(tmp_path, model, file, monkeypatch):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--mode", "sequential"], "needs an adapter"),
+        (["--mode", "sequential"], "drafts with an adapter"),
         (["--mode", "nonsense"], "nonsense"),
         (["--prompts", "no/such.jsonl"], "no prompt file at no/such.jsonl"),
         (["--adapter", "no-such"], "no adapter at"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 MODES = ("ar", "lookup", "sequential", "overlap", "tree")
 ALONE = {"ar", "lookup"}  # modes that combine with no other
@@ -49,6 +50,29 @@ class Plan:
     def tree(self) -> bool:
         """Whether drafts are trees rather than chains."""
         return self.drafts and "tree" in self.mode
+
+    def require(self, path: Any) -> None:
+        """Refuse what a mask path cannot do.
+
+        Args:
+            path: a `MaskPathConfig`, or None where there is no adapter.
+
+        Raises:
+            ValueError: no adapter, or one that was not trained for this; the message says what to do.
+        """
+        if not self.drafts:
+            return
+        if path is None:
+            raise ValueError(
+                f"mode={self.mode!r} drafts with an adapter, and none is loaded; mode='lookup' and 'ar' need none"
+            )
+        for layout in self.layouts:
+            path.require(layout, self.block_size)
+        if self.overlap and path.taps:
+            raise ValueError(
+                f"this adapter reads features {path.taps} of the last clean position, which an overlapped forward "
+                "computes too late; choose mode='sequential' or 'tree', or train it without taps"
+            )
 
     @property
     def layouts(self) -> tuple[str, ...]:
