@@ -92,7 +92,7 @@ def show(facts: dict[str, Any]) -> None:
             values = {a["name"]: _in_one_line(a) for a in values}
         out.print(part, style="bold")
         for key, value in (values or {"none": "drafting needs one"}).items():
-            out.print(f"  {key:14} {_text(value)}", soft_wrap=True)
+            out.print(f"  {key:14} {_text(value)}")
 
 
 def _in_one_line(adapter: dict[str, Any]) -> str:

@@ -35,6 +35,7 @@ def show_table(heading: list[str], rows: list[list[str]]) -> None:
         table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
+    target.width = WIDE  # a narrow terminal breaks the lines, and no figure is left out
     target.print(table)
 
 
@@ -46,7 +47,10 @@ def say(message: str) -> None:
 def refuse(message: str, code: int = 2) -> NoReturn:
     """Say on stderr why nothing is done, and end the command."""
     target = console(stderr=True)
-    target.print(Panel(message, title="Error", title_align="left") if target.is_terminal else f"selfspec: {message}")
+    if target.is_terminal:
+        target.print(Panel(message, title="Error", title_align="left"), soft_wrap=False)
+    else:
+        target.print(f"selfspec: {message}")
     raise typer.Exit(code)
 
 

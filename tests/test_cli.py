@@ -129,16 +129,18 @@ def test_a_table_is_plain_in_a_pipe_and_whole(capsys):
     assert lines[1].rstrip().endswith(" 1.0") and len(lines[1].rstrip()) == len(lines[2].rstrip())
 
 
-def test_errors_and_tables_are_drawn_in_a_terminal(monkeypatch):
+def test_errors_and_tables_are_drawn_in_a_terminal_and_whole(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "40")
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, Terminal())
-    terminal.show_table(["name", "figure"], [["x", "1"]])
+    terminal.show_table(["name", *["figure"] * 9], [["x", *(f"1234.{i}" for i in range(9))]])
     with pytest.raises(typer.Exit) as stop, terminal.refusing():
-        raise ValueError("no [such] thing")
+        raise ValueError("no [such] thing " + "word " * 20 + "end")
     assert stop.value.exit_code == 2
-    assert "─" in sys.stdout.text and "╭─ Error" in sys.stderr.text and "no [such] thing" in sys.stderr.text
+    assert "─" in sys.stdout.text and all(f"1234.{i}" in sys.stdout.text for i in range(9))
+    assert "╭─ Error" in sys.stderr.text and "no [such] thing" in sys.stderr.text
+    assert sys.stderr.text.count("word") == 20 and "end" in sys.stderr.text
 
 
 def test_only_what_the_user_can_put_right_is_refused():
