@@ -59,6 +59,8 @@ class MaskPathConfig:
         _check(self.entry >= 0, "entry", self.entry, "a layer index, 0 or more")
         _check(self.tuning in ("lora", "copy"), "tuning", self.tuning, "'lora' or 'copy'")
         _check(self.rank >= 1, "rank", self.rank, "1 or more")
+        whole = self.alpha > 0 and float(self.alpha).is_integer()  # PEFT's configuration holds an integer
+        _check(whole, "alpha", self.alpha, "a whole number above 0")
         _check(self.mask_embedding in ("one", "per_slot"), "mask_embedding", self.mask_embedding, "'one' or 'per_slot'")
         _check(
             not isinstance(self.targets, str) or self.targets in GROUPS,

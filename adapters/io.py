@@ -68,7 +68,8 @@ def save(path: MaskPathModel, folder: str | Path, model: PreTrainedModel, dtype:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for stale in (PEFT_WEIGHTS, "adapter_config.json"):  # of an adapter of the other kind
+    # without its configuration a folder is no adapter: a kill half-way leaves none rather than a mixed one
+    for stale in (CONFIG, PEFT_WEIGHTS, "adapter_config.json"):
         (folder / stale).unlink(missing_ok=True)
     state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in path.state_dict().items()}
     if path.config.tuning == "lora":
@@ -78,7 +79,9 @@ def save(path: MaskPathModel, folder: str | Path, model: PreTrainedModel, dtype:
         state = {k: v for k, v in state.items() if k not in names}
     save_file(state, folder / WEIGHTS, {"format": "pt"})
     config = replace(path.config, fingerprint=fingerprint(model)).to_dict()
-    (folder / CONFIG).write_text(json.dumps({"format": FORMAT, **config}, indent=1) + "\n")
+    part = folder / f"{CONFIG}.part"
+    part.write_text(json.dumps({"format": FORMAT, **config}, indent=1) + "\n")
+    part.replace(folder / CONFIG)
     return folder
 
 

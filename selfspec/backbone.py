@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -145,11 +146,12 @@ class Backbone(nn.Module):
         self.cache_name = next((n for n in ("cache", "past_key_values", "layer_past") if n in takes), "cache")
         self.max_positions = _max_positions(self.config)
         self.layer_types = getattr(self.config, "layer_types", None) or ["full_attention"] * self.n_layers
-        self.windows: set[int | None] = set()  # what the layers ask attention for; the probe finds out
-        self.probing = True
+        self.windows: list[int | None] = []  # of every layer
+        self.masked: list[int | None] = [None] * self.n_layers  # windows that only the model's own mask would tell
+        self.asked: list[int | None] | None = []  # what the layers ask attention for, while the probe runs
+        self._one_at_a_time = threading.Lock()
         self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
         self._probe(model if verify else None)
-        self.probing = False
 
     @property
     def device(self) -> torch.device:
@@ -172,7 +174,7 @@ class Backbone(nn.Module):
         first: int = 0,
         n_keys: int | None = None,
     ) -> Hidden:
-        """One forward of the rows of a layout.
+        """One forward of the rows of a layout. Threads take turns.
 
         Args:
             layout: N requests, C clean rows, D draft rows.
@@ -185,6 +187,18 @@ class Backbone(nn.Module):
         Returns:
             Hidden states of clean and draft rows.
         """
+        with self._one_at_a_time:  # the route is one for all layers
+            return self._forward(layout, cache, tokens, draft, first, n_keys)
+
+    def _forward(
+        self,
+        layout: RowLayout,
+        cache: KVCache | PrefixCache,
+        tokens: Tensor | None,
+        draft: DraftRows | None,
+        first: int,
+        n_keys: int | None,
+    ) -> Hidden:
         c, n_keys = layout.n_clean, cache.bind(layout, first, n_keys)
         entry = self.n_layers if self.path is None else self.path.entry
         rule = lower = self._rule(layout, n_keys)
@@ -206,9 +220,11 @@ class Backbone(nn.Module):
             cos_sin = rope[self.layer_types[i] if self.rotary_by_type else ""]
             if below:
                 cos_sin = cos_sin[0][:, :c], cos_sin[1][:, :c]
+            mask = lower if below else rule
+            window = self.masked[i]
             x = layer(
                 x,
-                attention_mask=lower if below else rule,
+                attention_mask=mask if window is None else mask.within(window),
                 position_ids=layout.positions[:, :c] if below else layout.positions,
                 position_embeddings=cos_sin,
                 use_cache=True,
@@ -250,9 +266,7 @@ class Backbone(nn.Module):
 
     def _rule(self, layout: RowLayout, n_keys: int) -> AttentionRule:
         """The attention rule of some rows, with all that the layers will read from it."""
-        return AttentionRule(layout, n_keys, self.backend, self.windows if self.probing else None).prepare(
-            () if self.probing else self.windows
-        )
+        return AttentionRule(layout, n_keys, self.backend, self.asked).prepare(set(self.windows))
 
     def _rope(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Rotary factors of all rows, by layer type where the model tells them apart. Each ([N, R, D], [N, R, D])"""
@@ -275,13 +289,20 @@ class Backbone(nn.Module):
         return layer
 
     @torch.no_grad()
-    def _probe(self, model: PreTrainedModel | None, n: int = 8) -> None:
-        """Run a few tokens: they show the shapes of keys and values, and have to give the model's own logits."""
+    def _probe(self, model: PreTrainedModel | None) -> None:
+        """Run a few tokens: they show windows, shapes of keys and values, and have to give the model's own logits."""
+        wanted, name = _windows(self.config, self.n_layers), self.config.model_type
+        shortest = min((w for w in wanted if w), default=0)
+        n = shortest + 4 if 0 < shortest <= 64 else 8  # past a short window; nobody waits for a long one
         ids = torch.arange(n, device=self.device)[None] % self.vocab_size
-        cache = PrefixCache(self.n_layers)
-        start = torch.zeros(1, dtype=torch.long, device=self.device)
-        layout, name = chain(start, n), self.config.model_type
+        layout = chain(torch.zeros(1, dtype=torch.long, device=self.device), n)
         try:
+            self(layout, PrefixCache(self.n_layers), ids)
+            asked, self.asked = self.asked or [], None
+            asked += [None] * (self.n_layers - len(asked))
+            self.masked = [want if ask is None else None for want, ask in zip(wanted, asked)]
+            self.windows = [ask or want for want, ask in zip(wanted, asked)]
+            cache = PrefixCache(self.n_layers)
             ours = self.logits(self(layout, cache, ids).clean)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError) as cause:
             raise UnsupportedModel(f"{name}: its layers cannot be called one by one ({cause})") from cause
@@ -299,6 +320,15 @@ class Backbone(nn.Module):
                 f"{name}: running its layers one by one gives other logits than its own forward "
                 f"(relative error {error:.1e}); the model does something between its layers that selfspec does not know"
             )
+
+
+def _windows(config, n_layers: int) -> list[int | None]:
+    """The sliding window of every layer, as transformers' own masks have it."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window if getattr(config, "use_sliding_window", True) else None] * n_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def _max_positions(config) -> int | None:

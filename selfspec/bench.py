@@ -8,13 +8,13 @@ clock runs is said in `selfspec.measure`. At a batch above 1, time per token is 
 
 from __future__ import annotations
 
-import argparse
 import gc
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 
 from selfspec import check, hub, options, prompts
 from selfspec.measure import (
@@ -29,26 +29,11 @@ from selfspec.measure import (
     spread,
 )
 from selfspec.model import SelfSpecModel
-from selfspec.prompts import Prompt
 from selfspec.stats import mean_tau, total
+from selfspec.terminal import Progress, refuse, refusing, show_table
 
 
-@dataclass(frozen=True)
-class Bench:
-    """What a bench runs.
-
-    Attributes:
-        model: decodes in every mode.
-        runners: "ar" first, the other modes, the baselines.
-        sets: prompts by the name of their set.
-    """
-
-    model: SelfSpecModel
-    runners: list[Runner]
-    sets: dict[str, list[Prompt]]
-
-
-def baselines(names: list[str], model: SelfSpecModel, source: str) -> list[Runner]:
+def baselines(names: Sequence[str], model: SelfSpecModel, source: str) -> list[Runner]:
     """Hugging Face `generate` in the dtypes that are asked for.
 
     Args:
@@ -112,11 +97,10 @@ def _compared(name: str) -> bool:
     return name == "ar" or name.startswith("hf-")
 
 
-def text(suite: str, batch: int, results: list[dict[str, Any]]) -> str:
-    """One suite's results as a person reads them."""
+def show(suite: str, batch: int, results: list[dict[str, Any]]) -> None:
+    """Print one suite's results as a person reads them."""
     against = list(results[0]["speedup"])
-    heading = ["", "tau", "mean", "TPF", "ms/token", "min-max", "end to end", "tokens/s", "= ar"]
-    rows = [[*heading, *(f"x {n}" for n in against)]]
+    rows = []
     for r in results:
         taus = [f"{r[k]:.2f}" if k in r else "" for k in ("tau", "mean_tau", "tpf")]
         ms = r["ms_per_token"]
@@ -124,69 +108,67 @@ def text(suite: str, batch: int, results: list[dict[str, Any]]) -> str:
         times += [f"{r['ms_per_token_end_to_end']['median']:.2f}", f"{r['tokens_per_second']['median']:.1f}"]
         gains = [f"{r['speedup'][n]['median']:.2f}" for n in against]
         rows.append([r["name"], *taus, *times, f"{r['match_rate_to_ar']:.3f}", *gains])
-    lines = [f"{suite}, batch {batch}, {results[0]['answers']} answers", options.table(rows)]
+    heading = ["", "tau", "mean", "TPF", "ms/token", "min-max", "end to end", "tokens/s", "= ar"]
+    print(f"{suite}, batch {batch}, {results[0]['answers']} answers")
+    show_table([*heading, *(f"x {n}" for n in against)], rows)
     for r in results:
         if r.get("ceiling", 1) > 1:
             bins = [f"{k}{'*' if int(k) == r['ceiling'] else ''}:{n}" for k, n in r["accepted"].items()]
-            lines.append(f"{r['name']}: tokens a round (* the ceiling): {'  '.join(bins)}")
+            print(f"{r['name']}: tokens a round (* the ceiling): {'  '.join(bins)}")
             shares = "  ".join(f"{p:.2f}" for p in r["conditional_acceptance"])
-            lines.append(f"{r['name']}: acceptance by position: {shares}")
+            print(f"{r['name']}: acceptance by position: {shares}")
         if r["peak_memory"]:
-            lines.append(f"{r['name']}: peak memory beyond the weights {r['peak_memory'] / 2**20:.0f} MiB")
-    return "\n".join(lines)
+            print(f"{r['name']}: peak memory beyond the weights {r['peak_memory'] / 2**20:.0f} MiB")
+    print(flush=True)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = argparse.ArgumentParser(prog="selfspec bench", description=(__doc__ or "").partition("\n")[0])
-    options.add_model_options(parser, "bfloat16")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--suite", choices=["builtin"], default="builtin", help="prompts that come along (%(default)s)")
-    source.add_argument("--prompts", nargs="+", metavar="FILE", help="JSON Lines files (.gz too)")
-    parser.add_argument("--limit", type=options.positive, help="prompts of each set (all)")
-    parser.add_argument("--max-new-tokens", type=options.positive, default=256, help="per answer (%(default)s)")
-    parser.add_argument("--batch", type=options.positives, default=[1], help="sizes, as 1,8 (1)")
-    parser.add_argument("--modes", "--mode", type=options.names, help="modes, as ar,sequential (ar and the default)")
-    parser.add_argument("--baseline", type=options.names, default=[], help="as hf-float32,hf-bfloat16 (none)")
-    parser.add_argument("--repeats", type=options.positive, default=3, help="of every answer (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report; partial ones after each set")
-    return parser
-
-
-def prepare(args: argparse.Namespace) -> Bench:
-    """Load what the options name; everything that cannot run is refused here."""
-    sets = prompts.read_sets(args.prompts, args.limit)
-    model = options.load_model(args)
-    modes = options.check_modes(model, args.modes, args.block_size, args.tree_nodes)
-    hf = baselines(args.baseline, model, args.model)
-    options.require_fit(model, sets, args.max_new_tokens)
+@options.chosen
+def main(
+    where: options.Chosen = options.FAST,
+    suite: Annotated[Literal["builtin"] | None, typer.Option(help="Prompts that come along; the default.")] = None,
+    files: options.Prompts = None,
+    limit: options.Limit = None,
+    max_new_tokens: options.MaxNewTokens = 256,
+    batch: options.Batches = None,
+    mode: options.Modes = None,
+    baseline: Annotated[
+        options.Names | None,
+        typer.Option(parser=options.names, metavar="NAME,...", help="As hf-float32,hf-bfloat16; by default none."),
+    ] = None,
+    repeats: options.Repeats = 3,
+    report_to: options.Report = None,
+) -> int:
+    """Measure tau, time per token and speed-ups, all settings in turn in one process."""
+    if suite and files:
+        refuse("give either --suite or --prompts")
+    with refusing():
+        sets = prompts.read_sets(files, limit)
+        model = options.load_model(where)
+        modes = options.check_modes(model, mode, where)
+        runners = baselines(baseline or (), model, where.model)
+        options.require_fit(model, sets, max_new_tokens)
     modes = ["ar", *(m for m in modes if m != "ar")]  # speed-ups and match rates need it
-    mine = [engine_runner(model, mode, args.block_size, args.tree_nodes) for mode in modes]
-    return Bench(model, mine + hf, sets)
-
-
-def main(argv: list[str]) -> int:
-    """Run the bench."""
-    args = build_parser().parse_args(argv)
-    bench = options.refuse_unready("bench", lambda: prepare(args))
-    settings = {k: v if isinstance(v, int | list | None) else str(v) for k, v in vars(args).items()}
-    data: dict[str, Any] = {"complete": False, "settings": settings, **options.machine(bench.model), "suites": []}
-    answers = args.repeats * len(bench.runners) * len(args.batch)
-    progress = options.Progress(sum(map(len, bench.sets.values())), answers)
-    for suite, rows in bench.sets.items():
-        ids = [prompts.encode(bench.model.tokenizer, p.messages) for p in rows]
-        for batch in args.batch:
+    runners = [engine_runner(model, m, where.block_size, where.tree_nodes) for m in modes] + runners
+    batches = list(batch or (1,))
+    asked = {"prompts": files, "limit": limit, "max_new_tokens": max_new_tokens, "batch": batches, "modes": modes}
+    settings = {**asdict(where), **asked, "baseline": baseline, "repeats": repeats}
+    data: dict[str, Any] = {"complete": False, "settings": settings, **options.setting(model), "suites": []}
+    answered = sum(map(len, sets.values())) * repeats * len(runners) * len(batches)
+    progress = Progress(answered)
+    for name, rows in sets.items():
+        ids = [prompts.encode(model.tokenizer, p.messages) for p in rows]
+        for size in batches:
             measured: list[Measured] = []
             gc.collect()
-            for done, n, tokens in interleave(bench.runners, ids, batch, args.max_new_tokens, args.repeats):
-                measured = done
-                progress.add(n, tokens)
+            with progress:
+                for so_far, n, tokens in interleave(runners, ids, size, max_new_tokens, repeats):
+                    measured = so_far
+                    progress.add(n, tokens)
             results = [result(m, measured) for m in measured]
-            data["suites"].append({"suite": suite, "batch": batch, "results": results})
-            progress.close()
-            print(text(suite, batch, results), end="\n\n", flush=True)
-            if args.json:
-                check.write(args.json, data)
-    if args.json:
-        check.write(args.json, {**data, "complete": True})
+            data["suites"].append({"suite": name, "batch": size, "results": results})
+            show(name, size, results)
+            if report_to:
+                check.write(report_to, data)
+    if report_to:
+        check.write(report_to, {**data, "complete": True})
     return 0

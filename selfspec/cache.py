@@ -7,6 +7,8 @@ tail for the rows of the running forward. Only `commit` makes rows permanent, an
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -14,21 +16,32 @@ from transformers import Cache
 from selfspec.rows import RowLayout
 
 
-class LayerCache(Cache):
-    """One layer's part of a cache, handed to that layer; it knows no layer index, so that layers share compiled code.
+@dataclass
+class _Place:
+    """Where the running forward's rows go. Shared by a cache and its layers, so that neither has to know the other:
+    a reference cycle would keep device memory until Python's collector happens to run."""
 
-    Args:
-        owner: the cache that knows where the running forward's rows go.
-        keys: [..., Hkv, S, D] storage.
-        values: [..., Hkv, S, Dv] storage.
-    """
+    requests: Tensor | None = None  # [n, 1]
+    slot: Tensor | None = None  # [n, R]
+    first: int = 0
+    n: int = 0
+    n_keys: int = 0
+    recording: bool = True
 
-    def __init__(self, owner: KVCache | PrefixCache, keys: Tensor | None = None, values: Tensor | None = None):
+
+class _Layer(Cache):
+    """One layer's part of a cache, handed to that layer; it knows no index, so that layers share compiled code."""
+
+    def __init__(self, place: _Place, keys: Tensor | None = None, values: Tensor | None = None):
         super().__init__(layers=[])
-        self.owner, self.keys, self.values = owner, keys, values
+        self.place, self.keys, self.values = place, keys, values
+
+
+class SlotLayer(_Layer):
+    """A layer of a `KVCache`: keys [slots, Hkv, S, D], values [slots, Hkv, S, Dv]."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take in this forward's rows and hand back all that attention reads.
+        """Write this forward's rows into the tail and hand back views of prefix plus tail.
 
         Args:
             key_states: [n, Hkv, R, D]
@@ -36,7 +49,31 @@ class LayerCache(Cache):
             args: what else transformers' interface passes (the layer's index), not needed here.
             kwargs: likewise.
         """
-        return self.owner.take(self, key_states, value_states)
+        place = self.place
+        assert place.slot is not None
+        slot = place.slot[:, : key_states.shape[2]]  # layers below the entry have no draft rows
+        out = []
+        for full, new in ((self.keys, key_states), (self.values, value_states)):
+            assert full is not None
+            full.transpose(1, 2)[place.requests, slot] = new.transpose(1, 2)  # [n, R, Hkv, D]
+            out.append(full[place.first : place.first + place.n, :, : place.n_keys])
+        return out[0], out[1]
+
+
+class PrefixLayer(_Layer):
+    """A layer of a `PrefixCache`: keys [N, Hkv, S, D], values [N, Hkv, S, Dv], once they are recorded."""
+
+    @property
+    def recording(self) -> bool:
+        return self.place.recording
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Record the clean rows, or append draft rows to what was recorded."""
+        if self.place.recording:
+            self.keys, self.values = key_states.detach(), value_states.detach()
+            return key_states, value_states
+        assert self.keys is not None and self.values is not None
+        return torch.cat([self.keys, key_states], 2), torch.cat([self.values, value_states], 2)
 
 
 class KVCache:
@@ -68,11 +105,10 @@ class KVCache:
         # zeros, not empty: a masked slot's weight is 0, and 0 * nan is nan
         keys = [torch.zeros(slots, h, size, d, dtype=dtype, device=device) for h, d, _ in shapes]
         values = [torch.zeros(slots, h, size, d, dtype=dtype, device=device) for h, _, d in shapes]
-        self.layers = [LayerCache(self, k, v) for k, v in zip(keys, values)]
+        self.place = _Place()
+        self.layers = [SlotLayer(self.place, k, v) for k, v in zip(keys, values)]
         self.stores = keys + values
         self.lengths = [0] * slots  # committed positions, known to the host
-        self._write: tuple[Tensor, ...] = ()
-        self._first = self._n = self._n_keys = 0
 
     @property
     def nbytes(self) -> int:
@@ -108,20 +144,10 @@ class KVCache:
             )
         device = layout.positions.device
         slot = layout.start[:, None] + torch.arange(r, device=device)
-        self._write = (torch.arange(first, first + n, device=device)[:, None], slot)
-        self._first, self._n, self._n_keys = first, n, n_keys
+        requests = torch.arange(first, first + n, device=device)[:, None]
+        self.place.requests, self.place.slot = requests, slot
+        self.place.first, self.place.n, self.place.n_keys = first, n, n_keys
         return n_keys
-
-    def take(self, layer: LayerCache, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this forward's rows into the tail and hand back views of prefix plus tail."""
-        requests, slot = self._write
-        slot = slot[:, : key_states.shape[2]]  # layers below the entry have no draft rows
-        out = []
-        for full, new in ((layer.keys, key_states), (layer.values, value_states)):
-            assert full is not None
-            full.transpose(1, 2)[requests, slot] = new.transpose(1, 2)  # [n, R, Hkv, D]
-            out.append(full[self._first : self._first + self._n, :, : self._n_keys])
-        return out[0], out[1]
 
     def commit(self, counts: list[int], rows: Tensor | None = None) -> None:
         """Make the accepted rows of the last forward permanent.
@@ -133,12 +159,13 @@ class KVCache:
         """
         if rows is not None:
             self.compact(rows)
-        for i, count in enumerate(counts, self._first):
+        for i, count in enumerate(counts, self.place.first):
             self.lengths[i] += count
 
     def compact(self, rows: Tensor) -> None:
         """Move the accepted rows of the last forward to the front of its tail. rows: [n, A] long, in order."""
-        requests, slot = self._write
+        requests, slot = self.place.requests, self.place.slot
+        assert slot is not None
         src = slot[:, :1] + rows
         dst = slot[:, :1] + torch.arange(rows.shape[1], device=rows.device)
         for full in self.stores:
@@ -170,18 +197,14 @@ class PrefixCache:
     """
 
     def __init__(self, n_layers: int):
-        self.layers = [LayerCache(self) for _ in range(n_layers)]
-        self.recording = True
+        self.place = _Place()
+        self.layers = [PrefixLayer(self.place) for _ in range(n_layers)]
+
+    def freeze(self) -> None:
+        """From now on the recorded prefix is read, and rows are appended to it."""
+        self.place.recording = False
 
     def bind(self, layout: RowLayout, first: int = 0, n_keys: int | None = None) -> int:
         """Returns K: the rows alone while recording, afterwards the prefix and the rows."""
-        prefix = 0 if self.recording else next(c.keys.shape[2] for c in self.layers if c.keys is not None)
-        return prefix + layout.n_rows
-
-    def take(self, layer: LayerCache, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Record the clean rows, or append draft rows to what was recorded."""
-        if self.recording:
-            layer.keys, layer.values = key_states.detach(), value_states.detach()
-            return key_states, value_states
-        assert layer.keys is not None and layer.values is not None
-        return torch.cat([layer.keys, key_states], 2), torch.cat([layer.values, value_states], 2)
+        recorded = 0 if self.place.recording else next(c.keys.shape[2] for c in self.layers if c.keys is not None)
+        return recorded + layout.n_rows

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
+import typer
 from torch import Tensor
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from selfspec import options, prompts
+from selfspec import prompts
 from selfspec.model import SelfSpecModel
+from selfspec.options import FAST, Chosen, MaxNewTokens, Mode, ShowStats, System, check_modes, chosen, load_model
 from selfspec.prompts import Message
 from selfspec.stats import Stats
+from selfspec.terminal import refuse, refusing, say
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, s
     )
     now = time.perf_counter()
     text = model.tokenizer.decode(out[0, ids.shape[1] :], **readable)
-    return Answer(text, model.stats[0], now - clock.first, now - began)
+    return Answer(text, model.stats, now - clock.first, now - began)
 
 
 def fitted(model: SelfSpecModel, messages: list[Message], cap: int) -> tuple[list[Message], int]:
@@ -127,60 +130,51 @@ def fitted(model: SelfSpecModel, messages: list[Message], cap: int) -> tuple[lis
     return head + body, cap if limit is None else min(cap, limit - n)
 
 
-def build_parser(command: str) -> argparse.ArgumentParser:
-    """The options of `generate` or `chat`."""
-    say = {"generate": "Answer one prompt.", "chat": "Talk to a model; /reset forgets, /exit or end-of-file ends."}
-    parser = argparse.ArgumentParser(prog=f"selfspec {command}", description=say[command])
-    if command == "generate":
-        parser.add_argument("prompt", help="what to answer; - reads it from stdin")
-    options.add_model_options(parser, "bfloat16")
-    parser.add_argument("--system", metavar="TEXT", help="a system message (the chat template's own)")
-    parser.add_argument("--mode", help="ar, sequential, tree, overlap, overlap+tree (sequential with an adapter)")
-    parser.add_argument("--max-new-tokens", type=options.positive, default=256, help="per answer (%(default)s)")
-    parser.add_argument("--stats", action="store_true", help="print tau, forwards and time after an answer, on stderr")
-    return parser
-
-
-def ready(command: str, args: argparse.Namespace) -> tuple[SelfSpecModel, Settings]:
+def ready(options: Chosen, mode: str | None, cap: int) -> tuple[SelfSpecModel, Settings]:
     """The model and settings that the options name; what cannot run ends here."""
-
-    def build() -> SelfSpecModel:
-        model = options.load_model(args)
-        options.check_modes(model, args.mode and [args.mode], args.block_size, args.tree_nodes)
-        return model
-
-    model = options.refuse_unready(command, build)
+    with refusing():
+        model = load_model(options)
+        check_modes(model, (mode,) if mode else None, options)
     if model.path is None:
-        print("no adapter fits this model: it decodes plainly, one token a forward", file=sys.stderr)
-    return model, Settings(args.max_new_tokens, args.mode, args.block_size, args.tree_nodes)
+        say("no adapter fits this model: it decodes plainly, one token a forward")
+    return model, Settings(cap, mode, options.block_size, options.tree_nodes)
 
 
-def generate(argv: list[str]) -> int:
-    """One answer on stdout."""
-    args = build_parser("generate").parse_args(argv)
-    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+@chosen
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from stdin.")],
+    options: Chosen = FAST,
+    system: System = None,
+    mode: Mode = None,
+    max_new_tokens: MaxNewTokens = 256,
+    stats: ShowStats = False,
+) -> int:
+    """Answer one prompt, on stdout."""
+    text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
-        print("selfspec generate: the prompt is empty", file=sys.stderr)
-        return 2
-    model, settings = ready("generate", args)
-    start = [{"role": "system", "content": args.system}] if args.system else []
-    try:
+        refuse("the prompt is empty")
+    model, settings = ready(options, mode, max_new_tokens)
+    start = [{"role": "system", "content": system}] if system else []
+    with refusing():
         messages, cap = fitted(model, [*start, prompts.user(text)], settings.cap)
-    except ValueError as error:
-        print(f"selfspec generate: {error}", file=sys.stderr)
-        return 2
-    answer = respond(model, messages, Settings(cap, settings.mode, settings.block_size, settings.tree_nodes))
-    if args.stats:
-        print(answer.line(), file=sys.stderr)
+    answer = respond(model, messages, replace(settings, cap=cap))
+    if stats:
+        say(answer.line())
     return 0
 
 
-def chat(argv: list[str]) -> int:
-    """The interactive loop. The whole conversation is read again at every turn."""
-    args = build_parser("chat").parse_args(argv)
-    model, settings = ready("chat", args)
-    start = [{"role": "system", "content": args.system}] if args.system else []
-    messages: list[Message] = list(start)
+@chosen
+def chat(
+    options: Chosen = FAST,
+    system: System = None,
+    mode: Mode = None,
+    max_new_tokens: MaxNewTokens = 256,
+    stats: ShowStats = False,
+) -> int:
+    """Talk to a model; /reset forgets, /exit or end-of-file ends."""
+    model, settings = ready(options, mode, max_new_tokens)
+    start = [{"role": "system", "content": system}] if system else []
+    messages: list[Message] = list(start)  # read again, whole, at every turn
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "").strip()
@@ -194,11 +188,11 @@ def chat(argv: list[str]) -> int:
             try:
                 kept, cap = fitted(model, [*messages, prompts.user(text)], settings.cap)
             except ValueError as error:
-                print(error, file=sys.stderr)
+                say(str(error))
                 continue
             if len(kept) <= len(messages):
-                print("(the oldest part of the conversation no longer fits the context)", file=sys.stderr)
-            answer = respond(model, kept, Settings(cap, settings.mode, settings.block_size, settings.tree_nodes))
+                say("(the oldest part of the conversation no longer fits the context)")
+            answer = respond(model, kept, replace(settings, cap=cap))
             messages = [*kept, {"role": "assistant", "content": answer.text}]
-            if args.stats:
-                print(answer.line(), file=sys.stderr)
+            if stats:
+                say(answer.line())

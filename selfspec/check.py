@@ -7,7 +7,6 @@ mismatches.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from selfspec.model import SelfSpecModel
 from selfspec.prompts import Prompt
 from selfspec.reference import Finding, Judge, answers
 from selfspec.stats import Stats, mean_tau, total
+from selfspec.terminal import Progress, refusing, show_table
 
 CONTROL = 8  # batch of the control: plain Hugging Face against itself
 SAVE_EVERY = 30.0  # seconds between partial reports
@@ -122,7 +122,7 @@ def audit(
                     else:
                         how = {"block_size": settings.block_size, "tree_nodes": settings.tree_nodes}
                         out = answers(model, hf, asked, settings.cap, mode=run.mode, **how)
-                        run.stats += model.stats
+                        run.stats += model.request_stats
                     run.seconds += time.perf_counter() - began
                     run.prompts += len(out)
                     run.tokens += sum(map(len, out))
@@ -183,67 +183,56 @@ def write(path: Path, data: dict[str, Any]) -> None:
     os.replace(partial, path)
 
 
-def summary(data: dict[str, Any]) -> str:
-    """The report as a person reads it."""
-    heading = ["suite", "mode", "batch", "prompts", "match rate", "ties", "MISMATCH", "tau", "TPF", "tokens/s"]
-    rows = [heading]
+def show(data: dict[str, Any]) -> None:
+    """Print the report as a person reads it."""
+    rows = []
     for r in data["runs"] + data["control"] + data["reference"]:
-        speed = "" if r["mode"] == "hf" else f"{r['tau']:.2f}"
-        passes = "" if r["mode"] == "hf" else f"{r['tpf']:.2f}"
+        speed = ["", ""] if r["mode"] == "hf" else [f"{r['tau']:.2f}", f"{r['tpf']:.2f}"]
         counts = [str(r[k]) for k in ("batch", "prompts")] + [f"{r['match_rate']:.4f}", str(r["ties"])]
-        rows.append(
-            [r["suite"], r["mode"], *counts, str(r["mismatches"]), speed, passes, f"{r['tokens_per_second']:.0f}"]
-        )
-    lines = [options.table(rows)]
+        rows.append([r["suite"], r["mode"], *counts, str(r["mismatches"]), *speed, f"{r['tokens_per_second']:.0f}"])
+    heading = ["suite", "mode", "batch", "prompts", "match rate", "ties", "MISMATCH", "tau", "TPF", "tokens/s"]
+    show_table(heading, rows)
     for m in data["first_mismatches"]:
-        lines.append(
+        print(
             f"{m['verdict']}: {m['prompt']}, {m['mode']}, batch {m['batch']}: token {m['position']} is "
             f"{m['found']} {m['text']['found']!r}, Hugging Face has {m['expected']} {m['text']['expected']!r}; "
             f"float64 has {m['top'][0]} then {m['top'][1]}, gap {m['gap']:.1e}"
         )
     if data["control"]:
-        lines.append(f"hf at batch {CONTROL} is the control: plain Hugging Face against its batch 1, {data['dtype']}")
-    return "\n".join(lines)
+        print(f"hf at batch {CONTROL} is the control: plain Hugging Face against its batch 1, {data['dtype']}")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    parser = argparse.ArgumentParser(prog="selfspec check", description=(__doc__ or "").partition("\n")[0])
-    options.add_model_options(parser, "float32")
-    parser.add_argument("--prompts", nargs="+", metavar="FILE", help="JSON Lines files (.gz too); the built-in suite")
-    parser.add_argument("--limit", type=options.positive, default=40, help="prompts of each file (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=options.positive, default=128, help="per answer (%(default)s)")
-    parser.add_argument("--batch", "--batch-size", type=options.positives, default=[1], help="sizes, as 1,8 (1)")
-    parser.add_argument("--mode", "--modes", type=options.names, help="modes, as sequential,ar (the model's default)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the report; partial ones while it runs")
-    return parser
-
-
-def main(argv: list[str]) -> int:
-    """Run the audit. Returns 1 if any answer differs without proof of a tie."""
-    args = build_parser().parse_args(argv)
-
-    def ready() -> tuple[SelfSpecModel, dict[str, list[Prompt]], Settings]:
-        sets = prompts.read_sets(args.prompts, args.limit)
-        model = options.load_model(args)
-        modes = options.check_modes(model, args.mode, args.block_size, args.tree_nodes)
-        options.require_fit(model, sets, args.max_new_tokens)
-        return model, sets, Settings(modes, args.batch, args.max_new_tokens, args.block_size, args.tree_nodes)
-
-    model, sets, settings = options.refuse_unready("check", ready)
-    facts = {"model": args.model, "adapter": args.adapter, "settings": asdict(settings), **options.machine(model)}
+@options.chosen
+def main(
+    where: options.Chosen = options.EXACT,
+    files: options.Prompts = None,
+    limit: options.Limit = 40,
+    max_new_tokens: options.MaxNewTokens = 128,
+    batch: options.Batches = None,
+    mode: options.Modes = None,
+    report_to: options.Report = None,
+) -> int:
+    """The lossless audit: compare every answer, token for token, with plain Hugging Face generate. Exits with 1 if any
+    answer differs without proof of a tie."""
+    with refusing():
+        sets = prompts.read_sets(files, limit)
+        model = options.load_model(where)
+        modes = options.check_modes(model, mode, where)
+        options.require_fit(model, sets, max_new_tokens)
+    settings = Settings(modes, list(batch or (1,)), max_new_tokens, where.block_size, where.tree_nodes)
+    facts = {"model": where.model, "adapter": where.adapter, "settings": asdict(settings), **options.setting(model)}
     half = facts["dtype"] in ("bfloat16", "float16")
-    progress = options.Progress(sum(map(len, sets.values())), 1 + half + len(settings.modes) * len(settings.batches))
+    answered = sum(map(len, sets.values())) * (1 + half + len(settings.modes) * len(settings.batches))
     runs: list[Run] = []
     saved = time.monotonic()
-    for runs, n, tokens in audit(model, sets, settings):
-        progress.add(n, tokens)
-        if args.json and time.monotonic() - saved > SAVE_EVERY:
-            write(args.json, report(runs, model.tokenizer, facts, complete=False))
-            saved = time.monotonic()
-    progress.close()
+    with Progress(answered) as progress:
+        for runs, n, tokens in audit(model, sets, settings):
+            progress.add(n, tokens)
+            if report_to and time.monotonic() - saved > SAVE_EVERY:
+                write(report_to, report(runs, model.tokenizer, facts, complete=False))
+                saved = time.monotonic()
     data = report(runs, model.tokenizer, facts, complete=True)
-    if args.json:
-        write(args.json, data)
-    print(summary(data))
+    if report_to:
+        write(report_to, data)
+    show(data)
     return 1 if data["mismatches"] else 0

@@ -16,7 +16,7 @@ from selfspec.draft.tree import best_first
 from selfspec.request import Request
 from selfspec.sampling import Pipeline, draw, perturbed
 from selfspec.verify import DRAWN, VERIFIERS, Accepted, Noise
-from selfspec.verify.greedy import walk
+from selfspec.verify.greedy import best, walk
 
 NEVER = -2  # the target of a node that was not visited; padding of a tree is -1
 
@@ -92,14 +92,14 @@ class Chooser:
 def targets(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor) -> Tensor:
     """The token that each request emits after each node, as far as it is known. [N, M] long"""
     if all(r.sampling is None for r in requests):
-        return logits.argmax(-1)
+        return best(logits)
     n, m, v = logits.shape
     out = logits.new_full((n, m), NEVER, dtype=torch.long)
     for index in _alike(requests):
         sampling = requests[index[0]].sampling
         some, at = (logits, slice(None)) if len(index) == n else (logits[index], index)
         if sampling is None:
-            out[at] = some.argmax(-1)
+            out[at] = best(some)
             continue
         scores = sampling.pipeline(None, some.reshape(-1, v))  # [n * M, V]
         if not sampling.sample:

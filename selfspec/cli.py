@@ -1,10 +1,16 @@
 """The `selfspec` command: a table of subcommands, each imported only when it is run."""
 
-import argparse
+from __future__ import annotations
+
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 from selfspec import __version__
 
@@ -15,24 +21,24 @@ class Command:
 
     Args:
         summary: one line for `selfspec --help`.
-        target: `module:function`; the function takes the remaining arguments (a list of strings), parses them itself
-            and returns an exit code or None.
+        target: `module:function`; the function's parameters are typer's options, and it returns an exit code or None.
     """
 
     summary: str
     target: str
 
-    def load(self) -> Callable[[list[str]], int | None]:
+    def load(self) -> Callable[..., int | None]:
         """Imports the target; nothing heavy is imported before this."""
         module, function = self.target.split(":")
         return getattr(importlib.import_module(module), function)
 
 
-# One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.chat:main"),
+# One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.chat:chat"),
 COMMANDS: dict[str, Command] = {
     "generate": Command("answer one prompt", "selfspec.chat:generate"),
     "chat": Command("talk to a model in the terminal", "selfspec.chat:chat"),
     "demo": Command("see self-speculation at work, measured and proved", "selfspec.demo:main"),
+    "info": Command("what is installed, and whether a model and an adapter fit", "selfspec.info:main"),
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
@@ -40,20 +46,67 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the first argument only; `selfspec NAME --help` belongs to the command."""
-    width = max(map(len, COMMANDS), default=0)
-    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    parser = argparse.ArgumentParser(
-        prog="selfspec",
-        description="Faster, lossless answers from a causal language model that drafts for itself.",
-        usage="selfspec [-h] [--version] COMMAND ...",
-        epilog="\n".join(["commands:", *lines]) if lines else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"selfspec {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="what to do")
-    return parser
+class Subcommand(TyperCommand):
+    """A command whose list options take several values at once: `--prompts A B` for `--prompts A --prompts B`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeats the option before each further value; no command has both such an option and arguments."""
+        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        spread: list[str] = []
+        option = ""
+        for arg in args:
+            if option and not arg.startswith("-") and spread[-1] != option:
+                spread.append(option)
+            option = (arg if arg in lists else "") if arg.startswith("-") else option
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+class Commands(TyperGroup):
+    """Lists `COMMANDS` by their summaries, and imports the one that is run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command itself."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and self.load(str(name)), rest
+
+    def load(self, name: str) -> Any:
+        """Import a command and read its options."""
+        alone = typer.Typer(add_completion=False, rich_markup_mode=self.rich_markup_mode)
+        target = COMMANDS[name].load()
+
+        def run(**options: Any) -> None:
+            raise typer.Exit(target(**options) or 0)
+
+        run.__signature__ = inspect.signature(target, eval_str=True)  # type: ignore[attr-defined]
+        run.__doc__ = target.__doc__
+        alone.command(name, cls=Subcommand)(run)
+        return typer.main.get_command(alone)
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Runs the command line. Panels and colours are for terminals."""
+        look = self.rich_markup_mode = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
+        # stand-ins that know their summaries; enough for the list of commands
+        self.commands = {n: TyperCommand(n, help=c.summary, rich_markup_mode=look) for n, c in COMMANDS.items()}
+        return super().main(*args, **extra)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"selfspec {__version__}")
+        raise typer.Exit()
+
+
+app = typer.Typer(name="selfspec", cls=Commands, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Faster, lossless answers from a causal language model that drafts for itself."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,14 +116,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; the process's own by default.
 
     Returns:
-        The exit code.
+        The exit code: 0, 1 where something was found wrong, 2 where nothing could be run.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    name = build_parser().parse_args(argv[:1]).command
     try:
-        return COMMANDS[name].load()(argv[1:]) or 0
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as a shell reports it
+        app(sys.argv[1:] if argv is None else list(argv), prog_name="selfspec")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
 from selfspec.draft.block import ban_mask, draft_inputs
 from selfspec.verify import Accept, Accepted
-from selfspec.verify.greedy import greedy
+from selfspec.verify.greedy import best, greedy
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def prefill(
     features = [t for t in taps if t is not None]
     start = torch.tensor(done, device=device)
     if accept is None:
-        anchor = logits[:, 0].argmax(-1)
+        anchor = best(logits[:, 0])
     else:
         ends = DraftTree(torch.tensor([[p[-1]] for p in prompts], device=device))
         anchor = accept(ends, logits, start - 1).tokens[:, 0]

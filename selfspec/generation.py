@@ -172,7 +172,10 @@ def prompts_of(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
             raise ValueError(f"prompt {i} is empty: its attention_mask is all zeros")
         first = keep.index(True)
         if not all(keep[first : first + len(kept)]):
-            raise ValueError(f"prompt {i}: the attention_mask has holes between tokens")
+            raise ValueError(
+                f"prompt {i}: the attention_mask has holes between tokens (without a mask, every pad token counts as "
+                "padding; pass attention_mask if it stands in the text)"
+            )
         out.append(kept)
     return out
 

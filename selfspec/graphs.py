@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,3 @@ def capturable(config: Any) -> bool:
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [ropes, *(v for v in ropes.values() if isinstance(v, dict))]
     return not any(r.get("rope_type") in ("dynamic", "longrope") for r in kinds)
-
-
-def fuse(layers: nn.ModuleList) -> None:
-    """Compile the norms and MLPs of shadow layers, whose many small element-wise kernels then become one each.
-
-    Rounding may differ from the uncompiled layers' in the last bit. The layers' parameters stay where they are.
-    """
-    for layer in layers:
-        for name, module in list(layer.named_modules()):
-            kind = type(module).__name__
-            if kind.endswith(("Norm", "MLP")) and not any(p.endswith("mlp") for p in name.split(".")[:-1]):
-                parent, _, leaf = name.rpartition(".")
-                layer.get_submodule(parent)._modules[leaf] = torch.compile(module, dynamic=True)  # type: ignore[assignment]

@@ -48,7 +48,18 @@ def load(
         ModuleNotFoundError: if the package that reads or carries the file isn't installed.
     """
     model = load_model(name, dtype, device)  # first: it knows best why a name leads nowhere
-    return model, AutoTokenizer.from_pretrained(_source(name))
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise FileNotFoundError(f"{os.fspath(name)!r} holds a model without a tokenizer; save its tokenizer beside it")
+    return model, tokenizer
+
+
+def load_tokenizer(name: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that stands beside a model, or None where there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(_source(name))
+    except (OSError, ValueError, KeyError):  # transformers' ways of saying so
+        return None
 
 
 def load_model(

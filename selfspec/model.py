@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,13 @@ from selfspec.adapters import MaskPathModel, io
 from selfspec.backbone import Backbone
 from selfspec.generation import Extras, build_requests, output_of, prompts_of
 from selfspec.plan import Plan
-from selfspec.session import Request, Session
-from selfspec.stats import Stats
+from selfspec.session import Request, Session, fitting
+from selfspec.shadow import table_of
+from selfspec.stats import Stats, total
+
+Prompts = Sequence[str | Sequence[int]]
+LOOKUP_BLOCK = 8  # nodes of a looked-up chain: longer ones are seldom right, and every row costs
+log = logging.getLogger(__name__)
 
 
 class SelfSpecModel:
@@ -25,17 +31,21 @@ class SelfSpecModel:
 
     Args:
         model: a decoder-only causal LM of transformers; nothing on it is changed.
-        path: its mask path; None leaves plain decoding.
-        tokenizer: used by the command line and chat, not by `generate`.
+        path: its mask path; None leaves plain decoding and prompt lookup.
+        tokenizer: used by the command line and chat, by `generate` only for prompts that are strings.
 
     Attributes:
-        stats: one `Stats` a prompt, of the last `generate` call.
+        stats: what the last `generate` call did, summed over its prompts.
+        request_stats: the same for each prompt.
     """
 
     def __init__(self, model: PreTrainedModel, path: MaskPathModel | None = None, tokenizer: Any = None):
+        if path is not None:
+            _follow(model, path)
         self.model, self.path, self.tokenizer = model, path, tokenizer
         self.backbone = Backbone(model, path)
-        self.stats: list[Stats] = []
+        self.stats = Stats()
+        self.request_stats: list[Stats] = []
 
     @classmethod
     def from_pretrained(
@@ -59,7 +69,7 @@ class SelfSpecModel:
             AdapterError: the adapter is missing, damaged, or of another model.
             UnsupportedModel: the model cannot decode speculatively.
         """
-        model, tokenizer = hub.load(str(name), dtype=dtype, device=device)
+        model, tokenizer = hub.load_model(str(name), dtype, device), hub.load_tokenizer(str(name))
         found = io.shipped_for(model) if adapter == "auto" else adapter
         path = None if found is None else io.load(found, model, finetuned_base)
         return cls(model, path, tokenizer)
@@ -76,10 +86,10 @@ class SelfSpecModel:
 
     def generate(
         self,
-        inputs: Tensor | None = None,
+        inputs: Tensor | Prompts | None = None,
         generation_config: GenerationConfig | None = None,
         *,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor | Prompts | None = None,
         attention_mask: Tensor | None = None,
         streamer: BaseStreamer | None = None,
         logits_processor: Sequence[Any] | None = None,
@@ -91,6 +101,7 @@ class SelfSpecModel:
         mode: str | None = None,
         block_size: int | None = None,
         tree_nodes: int = 16,
+        slots: int | None = None,
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """What `model.generate` gives, sooner.
@@ -100,7 +111,8 @@ class SelfSpecModel:
         own text without padding, once per emitted token.
 
         Args:
-            inputs: [N, T] long prompts, padded on either side.
+            inputs: [N, T] long prompts, padded on either side; or a list of token lists, or of strings, which the
+                tokenizer encodes as they stand (no chat template).
             generation_config: as in transformers; keyword arguments override its fields.
             input_ids: the same as `inputs`.
             attention_mask: [N, T], 0 on padding. Without it the pad token is padding, unless it is also an EOS, as in
@@ -112,9 +124,11 @@ class SelfSpecModel:
             tokenizer: needed by `stop_strings`; the model's own if it has one.
             seed: of sampling, one number or one a prompt; by default drawn from torch's global generator.
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
-            mode: "ar", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an adapter.
+            mode: "ar", "lookup", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an
+                adapter and "lookup" without.
             block_size: tokens verified per round in a chain; by default the adapter's.
             tree_nodes: nodes of a tree beside its root.
+            slots: prompts that run at a time, the others wait; by default as many as fit into memory.
             **kwargs: fields of `GenerationConfig`.
 
         Returns:
@@ -124,15 +138,18 @@ class SelfSpecModel:
         Raises:
             ValueError: an argument that this release does not act on, or a prompt that does not fit.
         """
-        ids = self._one_input(inputs, input_ids)
         config = settings.merge(self.model.generation_config, generation_config, kwargs)
         eos, pad = settings.eos_ids(config), settings.pad_id(config)
+        ids, listed = self._one_input(inputs, input_ids, pad or 0)
+        if listed is not None and attention_mask is not None:
+            raise ValueError("an attention_mask goes with padded token ids, not with a list of prompts")
+        attention_mask = attention_mask if listed is None else listed
         if attention_mask is None and pad is not None and pad not in eos:
             attention_mask = ids != pad
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
         extras = Extras(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, seed)
         plan = self.plan(mode, block_size, tree_nodes)
-        return self.answer(ids, attention_mask, config, extras, plan, verify, streamer)
+        return self.answer(ids, attention_mask, config, extras, plan, verify, streamer, slots)
 
     def answer(
         self,
@@ -143,6 +160,7 @@ class SelfSpecModel:
         plan: Plan,
         verify: str | None = None,
         streamer: BaseStreamer | None = None,
+        slots: int | None = None,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """`generate`, once all that it was given has been read."""
         if verify is not None and not config.do_sample:
@@ -154,20 +172,33 @@ class SelfSpecModel:
         requests = build_requests(self.model, config, prompts, ids.shape[1], cap, extras)
         if streamer is not None:
             streamer.put(ids.cpu())
-        for tokens in self.run(requests, plan, verify=verify or "coupled"):
+        for tokens in self.run(requests, plan, slots, verify or "coupled"):
             if streamer is not None and tokens:
                 streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
-        self.stats = [r.stats for r in requests]
+        self.request_stats = [r.stats for r in requests]
+        self.stats = total(self.request_stats)
         return output_of(ids, requests, config, copies)
 
     def run(
         self, requests: list[Request], plan: Plan, slots: int | None = None, verify: str = "coupled"
     ) -> Iterator[list[int]]:
-        """Decode requests to their end. Yields what the first request emits, round by round."""
-        slots = min(slots or len(requests), len(requests))
+        """Decode requests to their end; those that find no free slot wait.
+
+        Args:
+            requests: what to decode; each holds its output and stats afterwards.
+            plan: how.
+            slots: requests at a time; by default as many as fit into memory.
+            verify: see `generate`.
+
+        Yields:
+            What the first request emits, round by round.
+        """
+        if slots is not None and slots < 1:
+            raise ValueError(f"slots={slots}: expected 1 or more")
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
+        slots = min(slots or fitting(self.backbone, capacity), len(requests))
         session = Session(self.backbone, plan, slots, capacity, verify)
         for request in requests:
             session.check(request)
@@ -187,26 +218,43 @@ class SelfSpecModel:
         Raises:
             ValueError: a plan that drafts, and no adapter.
         """
-        if self.path is None and (mode not in (None, "ar") or block_size not in (None, 1)):
-            raise ValueError(f"mode={mode!r}, block_size={block_size!r}: drafting needs an adapter, and none is loaded")
         if mode is None:
-            mode = "ar" if self.path is None else "sequential"
+            mode = "lookup" if self.path is None else "sequential"
         if block_size is None:
-            block_size = 1 if self.path is None else self.path.config.block_size
-        return Plan(mode, block_size, tree_nodes)
+            block_size = LOOKUP_BLOCK if self.path is None or mode == "lookup" else self.path.config.block_size
+        plan = Plan(mode, block_size, tree_nodes)
+        plan.require(getattr(self.path, "config", None))
+        return plan
 
-    def _one_input(self, inputs: Tensor | None, input_ids: Tensor | None) -> Tensor:
+    def _one_input(
+        self, inputs: Tensor | Prompts | None, input_ids: Tensor | Prompts | None, pad: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The prompts as [N, T], and the mask of those that came as a list."""
         if (inputs is None) == (input_ids is None):
             raise ValueError("pass the prompt once, as inputs or as input_ids")
         ids = inputs if inputs is not None else input_ids
         assert ids is not None
+        mask = None
+        if not isinstance(ids, Tensor):
+            ids, mask = _left_padded(self._encoded(ids), pad)
         if ids.dim() != 2 or not ids.numel():
             raise ValueError(f"the prompt is empty or not [N, T]: got shape {tuple(ids.shape)}")
         if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"token ids must be integers, got {ids.dtype}")
         if int(ids.min()) < 0 or int(ids.max()) >= self.backbone.vocab_size:
             raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
-        return ids.to(self.backbone.device)
+        return ids.to(self.backbone.device), mask
+
+    def _encoded(self, prompts: Prompts) -> list[list[int]]:
+        """Token lists of a list of prompts."""
+        if isinstance(prompts, str):
+            raise ValueError("pass a list of prompts, not a single string")
+        if any(isinstance(p, str) for p in prompts) and self.tokenizer is None:
+            raise ValueError("prompts are strings, and this model was made without a tokenizer")
+        out = [self.tokenizer(p)["input_ids"] if isinstance(p, str) else list(p) for p in prompts]
+        if not out or not all(out):
+            raise ValueError("the prompt is empty" if out else "no prompts were given")
+        return out
 
     def _cap(self, config: GenerationConfig, prompts: list[list[int]], width: int) -> int:
         """New tokens allowed, checked against the model's context."""
@@ -218,3 +266,18 @@ class SelfSpecModel:
                 f"shorten the prompt or pass max_new_tokens={max(limit - longest, 0)} or less"
             )
         return cap
+
+
+def _follow(model: PreTrainedModel, path: MaskPathModel) -> None:
+    """Put an adapter where its model is, and say so where it was not."""
+    table, own = table_of(model), next(path.parameters(), None)
+    if own is not None and (own.device, own.dtype) != (table.device, table.dtype):
+        log.warning("the adapter was on %s in %s: moved to %s as %s", own.device, own.dtype, table.device, table.dtype)
+        path.to(table.device, table.dtype)
+
+
+def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Ragged prompts as [N, T] and their mask."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+    return ids, torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])

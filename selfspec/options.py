@@ -1,66 +1,137 @@
-"""What the commands share: model options, lists on the command line, a progress line, what a machine is."""
+"""What the commands share: options, the model that they choose, what a machine is."""
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import os
 import platform
-import sys
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
 import transformers
+import typer
 
 from selfspec import __version__, hub, prompts
 from selfspec.model import SelfSpecModel
 from selfspec.prompts import Prompt
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
+DTYPES = get_args(DtypeName)
 MODEL = next(iter(hub.EMBEDDED))
 
 
-def add_model_options(parser: argparse.ArgumentParser, dtype: str) -> None:
-    """Add the options that choose a model, its adapter and where it runs.
-
-    Args:
-        parser: gets the options.
-        dtype: the default of `--dtype`.
-    """
-    parser.add_argument("--model", default=MODEL, help="folder, hub name, .gguf file or embedded model (%(default)s)")
-    parser.add_argument(
-        "--adapter", default="auto", help="folder or shipped name, auto (the shipped one that fits), none"
-    )
-    parser.add_argument("--dtype", default=dtype, choices=DTYPES, help="of the weights (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="where to run (%(default)s)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (torch's own choice)")
-    parser.add_argument("--block-size", type=positive, help="tokens verified per round in a chain (the adapter's)")
-    parser.add_argument("--tree-nodes", type=positive, default=16, help="nodes of a tree (%(default)s)")
+class Sizes(tuple[int, ...]):
+    """Whole numbers of an option."""
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+class Names(tuple[str, ...]):
+    """Names of an option."""
 
 
-def positives(text: str) -> list[int]:
-    """Whole numbers with commas between them, each once, in the order given."""
-    return list(dict.fromkeys(positive(part) for part in text.split(",")))
+def sizes(text: str) -> Sizes:
+    """Whole numbers of at least 1 with commas between them, each once, in the order given."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isascii() or not part.isdigit() or int(part) < 1:
+            raise typer.BadParameter(f"{part!r} is not a whole number of at least 1")
+    return Sizes(dict.fromkeys(map(int, parts)))
 
 
-def names(text: str) -> list[str]:
+def names(text: str) -> Names:
     """Names with commas between them, each once, in the order given."""
-    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    found = Names(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing; separate names by commas")
+        raise typer.BadParameter(f"{text!r} names nothing; separate names by commas")
     return found
 
 
-def load_model(args: argparse.Namespace) -> SelfSpecModel:
+ModelName = Annotated[str, typer.Option(help="Folder, hub name, .gguf file or embedded model.")]
+Adapter = Annotated[str, typer.Option(help="Folder or shipped name, auto (the shipped one that fits), none.")]
+Dtype = Annotated[DtypeName, typer.Option(help="Of the weights.")]
+Device = Annotated[str, typer.Option(help="Where to run.")]
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE...",
+        help="JSON Lines (.gz too), parquet or .txt files; by default the built-in suite.",
+    ),
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="No more prompts of each file than this.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Per answer.")]
+Mode = Annotated[
+    str | None,
+    typer.Option(
+        help="ar, lookup, sequential, tree, overlap or overlap+tree; by default sequential, or lookup without adapter."
+    ),
+]
+Modes = Annotated[
+    Names | None,
+    typer.Option("--mode", "--modes", parser=names, metavar="NAME,...", help="Modes; by default the model's own."),
+]
+Batches = Annotated[
+    Sizes | None,
+    typer.Option("--batch", "--batch-size", parser=sizes, metavar="N,...", show_default="1", help="Batch sizes."),
+]
+Repeats = Annotated[int, typer.Option(min=1, help="Of every measurement.")]
+Report = Annotated[
+    Path | None, typer.Option("--json", metavar="OUT", help="Write the report here; partial ones while it runs.")
+]
+ShowStats = Annotated[bool, typer.Option("--stats", help="Print tau, forwards and time after an answer, on stderr.")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message; by default the chat template's.")]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which model runs where, with which adapter and plan: the options that every decoding command has."""
+
+    model: ModelName = MODEL
+    adapter: Adapter = "auto"
+    dtype: Dtype = "bfloat16"
+    device: Device = "cpu"
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Tokens verified per round in a chain; by default the adapter's.")
+    ] = None
+    tree_nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = 16
+
+
+FAST, EXACT = Chosen(), Chosen(dtype="float32")  # defaults for speed, and for comparing token for token
+
+
+def chosen(run: Callable[..., int]) -> Callable[..., int]:
+    """Gives a command the options of `Chosen`, in place of its parameter that has one as default.
+
+    Args:
+        run: the command; returns its exit code.
+    """
+    hints = get_type_hints(Chosen, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    where = ""
+    for p in inspect.signature(run, eval_str=True).parameters.values():
+        if isinstance(p.default, Chosen):
+            where, default = p.name, p.default
+            parameters += [
+                inspect.Parameter(n, p.KEYWORD_ONLY, default=getattr(default, n), annotation=h)
+                for n, h in hints.items()
+            ]
+        else:
+            parameters.append(p.replace(kind=p.KEYWORD_ONLY))
+
+    @wraps(run)
+    def command(**given: Any) -> int:
+        return run(**{where: Chosen(**{n: given.pop(n) for n in hints})}, **given)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def load_model(options: Chosen) -> SelfSpecModel:
     """The model and adapter that the options name.
 
     Raises:
@@ -69,36 +140,32 @@ def load_model(args: argparse.Namespace) -> SelfSpecModel:
         ModuleNotFoundError: the package that carries or reads it isn't installed.
     """
     transformers.utils.logging.disable_progress_bar()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    adapter = None if args.adapter == "none" else args.adapter
-    model = SelfSpecModel.from_pretrained(args.model, adapter, dtype=getattr(torch, args.dtype), device=args.device)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    adapter = None if options.adapter == "none" else options.adapter
+    model = SelfSpecModel.from_pretrained(
+        options.model, adapter, dtype=getattr(torch, options.dtype), device=options.device
+    )
     # one token, so that settings which `generate` refuses (a repetition penalty) are refused before any work
-    model.generate(torch.zeros(1, 1, dtype=torch.long), do_sample=False, max_new_tokens=1)
+    model.generate([[0]], do_sample=False, max_new_tokens=1)
     return model
 
 
-def check_modes(model: SelfSpecModel, modes: list[str] | None, block_size: int | None, tree_nodes: int) -> list[str]:
+def check_modes(model: SelfSpecModel, modes: tuple[str, ...] | None, options: Chosen) -> list[str]:
     """The modes to run, each one known and possible with the model's adapter.
 
     Args:
         model: with or without an adapter.
         modes: as asked; None means the model's default.
-        block_size: as asked.
-        tree_nodes: as asked.
+        options: the plan's sizes.
 
     Raises:
         ValueError: a mode that cannot run, before any work is done.
     """
-    modes = modes or [model.plan().mode]
+    modes = modes or (model.plan().mode,)
     for mode in modes:
-        plan = model.plan(mode, block_size, tree_nodes)
-        if plan.mode != "ar" and model.path is None:
-            raise ValueError(f"mode {mode!r} needs an adapter, and none fits this model; pass --adapter or --mode ar")
-        for layout in plan.layouts:
-            assert model.path is not None
-            model.path.config.require(layout, plan.block_size)
-    return modes
+        model.plan(mode, options.block_size, options.tree_nodes)
+    return list(modes)
 
 
 def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -> None:
@@ -113,30 +180,25 @@ def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -
             )
 
 
-def refuse_unready(command: str, build: Callable[[], Any]) -> Any:
-    """Run a command's set-up; what the user can put right ends in one line and exit code 2, without a traceback."""
-    try:
-        return build()
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-        print(f"selfspec {command}: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+def versions() -> dict[str, str]:
+    """What runs: this package, the libraries that it stands on, Python."""
+    libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"selfspec": __version__, **libraries, "python": platform.python_version()}
 
 
-def machine(model: SelfSpecModel | None = None) -> dict[str, Any]:
-    """What ran where: for reports."""
-    device = torch.device("cpu") if model is None else model.backbone.device
-    facts: dict[str, Any] = {
-        "selfspec": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
+def machine(device: torch.device) -> dict[str, Any]:
+    """Where it runs, for reports."""
+    return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
-    if model is not None:
-        facts["dtype"] = dtype_name(model.backbone.dtype)
-    return facts
+
+
+def setting(model: SelfSpecModel) -> dict[str, Any]:
+    """What ran where, for reports: versions, machine, dtype."""
+    device, dtype = model.backbone.device, model.backbone.dtype
+    return {**versions(), **machine(device), "dtype": dtype_name(dtype)}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -149,47 +211,3 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
-
-
-class Progress:
-    """One line on stderr: prompts done, tokens a second, time left. Rewritten in a terminal, else printed rarely.
-
-    Args:
-        prompts: how many there are.
-        answers: answers written per prompt, over all settings.
-    """
-
-    def __init__(self, prompts: int, answers: int):
-        self.prompts, self.answers = prompts, answers
-        self.done = self.tokens = 0
-        self.terminal = sys.stderr.isatty()
-        self.began = self.shown = time.monotonic()
-
-    def add(self, answers: int, tokens: int) -> None:
-        """Book answers and show the line if it is time."""
-        self.done += answers
-        self.tokens += tokens
-        now = time.monotonic()
-        if now - self.shown > (0.5 if self.terminal else 20):
-            self.shown = now
-            elapsed = now - self.began
-            left = elapsed * (self.prompts * self.answers / self.done - 1)
-            line = (
-                f"{self.done / self.answers:.1f} of {self.prompts} prompts, {self.tokens / elapsed:.0f} tokens/s, "
-                f"{left // 60:.0f} min {left % 60:.0f} s left"
-            )
-            if self.terminal:
-                line = f"\r{line:78}"
-            print(line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Leave an empty line behind."""
-        if self.terminal:
-            print(f"\r{'':78}\r", end="", file=sys.stderr, flush=True)
-
-
-def table(rows: list[list[str]]) -> str:
-    """Plain columns, the first row as heading; the first column is left-aligned, the others right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

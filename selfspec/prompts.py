@@ -1,17 +1,19 @@
-"""Prompts: JSON Lines files (plain or .gz), the built-in suite, and the model's own chat template."""
+"""Prompts: files of them, the built-in suite, and the model's own chat template."""
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from selfspec.suite import SUITE
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role, content
+Row = dict[str, Any]
 
 
 class PromptError(ValueError):
@@ -23,9 +25,9 @@ class Prompt:
     """One prompt.
 
     Attributes:
-        id: the row's own `id`, else the file's name and the line.
+        id: unique in its data set.
         messages: the conversation up to the answer that is asked for.
-        later: what the user says after that answer (the other turns of a `turns` row).
+        later: what the user says after that answer, turn by turn (the other turns of a `turns` row).
     """
 
     id: str
@@ -43,35 +45,38 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def read(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Read a prompt file.
+def read(paths: str | Path | Iterable[str | Path], limit: int | None = None) -> list[Prompt]:
+    """Read prompts: JSON Lines (gzipped where the name ends in `.gz`), parquet, or `.txt` with a prompt a line.
+
+    A row holds `turns` (what the user says, turn by turn; the first is asked, the others stand in `later`), or
+    `messages` (a conversation; answers at its end are left out), or `prompt` (a string): the first of them that is
+    there. A row without `id` is named after its file and its index, from 0. A prompt that stands there twice counts
+    once.
 
     Args:
-        path: JSON Lines, gzipped if the name ends in `.gz`. A row holds `prompt` (a string), `messages` (a conversation
-            that ends with the user) or `turns` (what the user says, turn by turn; the first is asked, the others stand
-            in `later`), and perhaps `id`.
-        limit: read this many rows at most.
+        paths: one file, or several.
+        limit: read this many prompts at most.
 
     Raises:
-        PromptError: no such file, no rows, or a row of another form.
+        PromptError: no such file, no rows, a row of another form, or two different prompts with one id.
+        ModuleNotFoundError: a parquet file, and pyarrow is not installed.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise PromptError(f"no prompt file at {path}")
-    prompts: list[Prompt] = []
-    stem = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and len(prompts) >= limit:
-                    break
-                if line.strip():
-                    prompts.append(_row(line, f"{stem}/{number}", f"{path}, line {number}"))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read as {'gzipped ' * (path.suffix == '.gz')}text: {error}") from error
-    if not prompts:
-        raise PromptError(f"{path} holds no prompts; expected one JSON object a line")
-    return prompts
+    found: dict[str, Prompt] = {}
+    for path in map(Path, [paths] if isinstance(paths, str | Path) else paths):
+        if limit is not None and len(found) >= limit:
+            break
+        if not path.is_file():
+            raise PromptError(f"no prompt file at {path}")
+        index = -1
+        for index, (where, row) in enumerate(_rows(path)):
+            if limit is not None and len(found) >= limit:
+                break
+            prompt = _prompt(row, f"{_stem(path)}/{index}", where)
+            if found.setdefault(prompt.id, prompt) != prompt:
+                raise PromptError(f"{where}: another prompt already has the id {prompt.id!r}")
+        if index < 0:
+            raise PromptError(f"{path} holds no prompts; expected one JSON object a line")
+    return list(found.values())
 
 
 def read_sets(files: list[str] | None, limit: int | None) -> dict[str, list[Prompt]]:
@@ -80,6 +85,22 @@ def read_sets(files: list[str] | None, limit: int | None) -> dict[str, list[Prom
         return {"builtin": builtin()[:limit]}
     short = len({Path(f).name for f in files}) == len(files)
     return {Path(f).name if short else f: read(f, limit) for f in files}
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Rows of a JSON Lines file (gzipped or not) or a parquet file.
+
+    Raises:
+        PromptError: a line is no JSON object, or the file is damaged; the message says where.
+    """
+    return (row for _, row in _rows(path))
+
+
+def render(tokenizer: Any, messages: Sequence[Message]) -> str:
+    """A conversation as text, ready for the answer: by the chat template, or without one as plain text."""
+    if getattr(tokenizer, "chat_template", None):
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    return "\n\n".join(m["content"] for m in messages)
 
 
 def encode(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
@@ -92,39 +113,87 @@ def encode(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     Returns:
         Token ids.
     """
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False).input_ids  # the template writes the special tokens itself
-    return tokenizer("\n\n".join(m["content"] for m in messages)).input_ids
+    return encode_all(tokenizer, [messages])[0]
 
 
-def _row(line: str, default_id: str, where: str) -> Prompt:
-    """One row of a prompt file; `where` names it in errors."""
+def encode_all(tokenizer: Any, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
+    """`encode` of several conversations at once."""
+    texts = [render(tokenizer, messages) for messages in conversations]
+    if not texts:
+        return []
+    # a template writes the special tokens itself
+    return tokenizer(texts, add_special_tokens=not getattr(tokenizer, "chat_template", None)).input_ids
+
+
+def _stem(path: Path) -> str:
+    name = path.name.removesuffix(".gz")
+    return next((name.removesuffix(s) for s in (".jsonl", ".parquet", ".txt") if name.endswith(s)), name)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Where each row stands, for errors, and the row."""
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet(path)
+            return
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    where = f"{path}, line {number}"
+                    plain = path.name.removesuffix(".gz").endswith(".txt")
+                    yield where, {"prompt": line.rstrip("\r\n")} if plain else _object(line, where)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise PromptError(f"{path} cannot be read as {'gzipped ' * (path.suffix == '.gz')}text: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"reading {path} needs pyarrow: pip install 'selfspec[train]'") from error
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except pa.ArrowException as error:
+        raise PromptError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def _object(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise PromptError(f"{where}: not JSON ({error})") from error
     if not isinstance(row, dict):
-        raise PromptError(f"{where}: expected an object with `prompt`, `messages` or `turns`, found {line[:40]!r}")
-    id = str(row.get("id", default_id))
-    if row.get("messages") is not None:
-        return Prompt(id, tuple(_messages(row["messages"], where)))
-    turns = row["turns"] if row.get("turns") is not None else [row.get("prompt")]
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t for t in turns):
+        raise PromptError(f"{where}: expected an object, found {line[:40]!r}")
+    return row
+
+
+def _prompt(row: Row, default_id: str, where: str) -> Prompt:
+    """One row of a prompt file. `turns` goes before `prompt`: data sets that have both repeat the first turn there."""
+    id = str(default_id if row.get("id") is None else row["id"])
+    if row.get("messages") and not row.get("turns"):
+        return Prompt(id, _messages(row["messages"], where))
+    turns = row.get("turns") or [row.get("prompt")]
+    if not isinstance(turns, list) or not all(isinstance(t, str) and t for t in turns):
         raise PromptError(f"{where}: expected a non-empty string `prompt`, a list `turns` of them, or `messages`")
     return Prompt(id, (user(turns[0]),), tuple(turns[1:]))
 
 
-def _messages(found: Any, where: str) -> list[Message]:
+def _messages(found: Any, where: str) -> tuple[Message, ...]:
     """Checked messages; an answer at the end, as training data has it, is left out."""
     good = isinstance(found, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in found
     )
     if not good:
         raise PromptError(f"{where}: `messages` must be a list of objects with the strings `role` and `content`")
-    messages = [{"role": m["role"], "content": m["content"]} for m in found]
+    messages = list(found)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages:
+    if all(m["role"] != "user" for m in messages):
         raise PromptError(f"{where}: `messages` holds nothing that asks for an answer")
-    return messages
+    return tuple(messages)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
+from selfspec.draft.lookup import Index
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 
@@ -27,6 +28,7 @@ class Request:
         criteria: transformers' stopping criteria, asked after every emitted token.
         scores: [1, V] processed scores of each emitted token, if they are kept.
         logits: [1, V] logits of each emitted token, if they are kept.
+        index: of prompt and output, where drafts are looked up.
         device: where its text is kept for processors and criteria; its session says.
         drawn: the session's verifier draws whole paths, whatever the processors; likewise.
     """
@@ -41,6 +43,7 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    index: Index | None = None
     device: torch.device | None = None
     drawn: bool = False
     _text: Tensor | None = None

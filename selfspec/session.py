@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from functools import partial
 
+import psutil
 import torch
 from torch import Tensor
 
 from selfspec import decode
 from selfspec.backbone import Backbone
 from selfspec.choose import Chooser
+from selfspec.clock import Clock
 from selfspec.decode import State
 from selfspec.draft import DraftTree
 from selfspec.draft.block import propose
+from selfspec.draft.lookup import Index, lookup
 from selfspec.plan import Plan
 from selfspec.request import Request
 from selfspec.verify import CHAINS, Accept
 
-__all__ = ["Request", "Session"]
+__all__ = ["Request", "Session", "fitting"]
 
 PREFILL_CHUNK = 512
 
@@ -42,17 +45,10 @@ class Session:
         self.chooser = Chooser(verify)
         if plan.tree and verify in CHAINS:
             raise ValueError(f"verify={verify!r} is for chains; trees take 'coupled' or 'multi'")
+        if plan.lookup and self.chooser.draws:
+            raise ValueError(f"verify={verify!r} needs drafts drawn by a drafter; mode='lookup' takes 'coupled'")
         self.config = getattr(backbone.path, "config", None)
-        if plan.drafts:
-            if self.config is None:
-                raise ValueError(f"mode {plan.mode!r} needs an adapter; load one, or decode with mode='ar'")
-            for layout in plan.layouts:
-                self.config.require(layout, plan.block_size)
-            if plan.overlap and self.config.taps:
-                raise ValueError(
-                    f"this adapter reads features {self.config.taps} of the last clean position, which an overlapped "
-                    "forward computes too late; choose mode='sequential' or 'tree', or train it without taps"
-                )
+        plan.require(self.config)
         nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
         rows = nodes * (1 + plan.block_size) if plan.overlap else max(nodes, plan.block_size)
         self.cache = backbone.new_cache(slots, capacity, max(rows, min(PREFILL_CHUNK, capacity)))
@@ -77,14 +73,17 @@ class Session:
             raise ValueError(f"{first} of {self.cache.slots} slots are taken; {len(requests)} more do not fit")
         for slot in range(first, first + len(requests)):
             self.cache.crop(0, slot)
-        prompts, accept = [r.prompt for r in requests], self._accept(requests)
+        clock, prompts = Clock(self.backbone.device), [r.prompt for r in requests]
+        accept = self._accept(requests)
         state = decode.prefill(self.backbone, self.cache, prompts, first, PREFILL_CHUNK, accept)
         self.state = state if self.state is None or not self.active else _join(self.state, state)
         self.saved = None  # the new requests have none; all redraft once
         self.active += requests
         emitted = [r.take([t]) for r, t in zip(requests, state.anchor.tolist(), strict=True)]
+        clock.lap("prefill")
         for r in requests:
             r.stats.prompt_tokens = len(r.prompt)
+        _book(requests, clock)
         self._drop_finished()
         return emitted
 
@@ -110,16 +109,21 @@ class Session:
     def step(self) -> list[tuple[Request, list[int]]]:
         """One round for all running requests. Returns what each emitted; those that ended leave their slots."""
         assert self.state is not None
+        clock, running = Clock(self.backbone.device), self.active
         tree = self._tree(self.state)
+        clock.lap("draft")
         group = self.plan.block_size if self.plan.overlap else 0
         causal = self.config.causal if self.config is not None else False
         accept = self._accept(self.active)
         accepted, hidden = decode.verify(self.backbone, self.cache, self.state, tree, group, causal, accept)
+        clock.lap("verify")
         self.saved = decode.saved_draft(self.backbone, accepted, hidden, group, self.config) if group else None
         self.state, emitted = decode.commit(self.cache, self.state, tree, accepted, hidden)
         out = [(r, r.take(tokens)) for r, tokens in zip(self.active, emitted, strict=True)]
         for request, kept in out:
             request.stats.count(len(kept))
+        clock.lap("rest")
+        _book(running, clock)
         self._drop_finished()
         return out
 
@@ -127,6 +131,8 @@ class Session:
         """This round's candidates: nothing but the anchor, a chain or a tree."""
         left = max(r.max_new_tokens - len(r.output) for r in self.active)
         size = min(self.plan.block_size, left)  # nobody can take more
+        if self.plan.lookup and size > 1:
+            return lookup(state.anchor, [self._guess(r, size - 1) for r in self.active])
         if not self.plan.drafts or size == 1:
             self.saved = None
             return DraftTree(state.anchor[:, None])
@@ -145,6 +151,14 @@ class Session:
         if all(r.sampling is None for r in requests) and not self.chooser.draws:
             return None
         return partial(self.chooser.accept, requests)
+
+    def _guess(self, request: Request, n: int) -> list[int]:
+        """What the request's own text suggests to come next."""
+        if request.index is None:
+            request.index = Index()
+        known = len(request.index.tokens)
+        request.index.extend((request.prompt + request.output)[known:])
+        return request.index.guess(n)
 
     def _drop_finished(self) -> None:
         """Free the slots of ended requests; the last ones move into the gaps."""
@@ -165,6 +179,25 @@ class Session:
         self.saved = None if self.saved is None else self.saved[index]
 
 
+def _book(requests: list[Request], clock: Clock) -> None:
+    """Share a round's time out among its requests."""
+    for name, seconds in clock.read().items():
+        for r in requests:
+            r.stats.seconds[name] += seconds / len(requests)  # type: ignore[assignment]
+
+
 def _join(a: State, b: State) -> State:
     features = None if a.features is None or b.features is None else torch.cat([a.features, b.features])
     return State(torch.cat([a.anchor, b.anchor]), torch.cat([a.start, b.start]), features)
+
+
+def fitting(backbone: Backbone, capacity: int, share: float = 0.7) -> int:
+    """Requests of some length whose keys and values fit into that share of the device's free memory."""
+    if backbone.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(backbone.device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    size = torch.empty(0, dtype=backbone.dtype).element_size()
+    per_position = size * sum(h * (d + dv) for h, d, dv in backbone.kv_shapes)
+    return max(1, int(share * free / (per_position * capacity)))

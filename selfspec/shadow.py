@@ -41,8 +41,12 @@ def shadow(module: nn.Module, **attributes) -> nn.Module:
 
 def inner_decoder(model: PreTrainedModel) -> nn.Module:
     """The module that holds the decoder layers, or an `UnsupportedModel` error before any work is done."""
-    config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModel("the model is wrapped by torch.compile; pass the model itself (model._orig_mod)")
+    if hasattr(model, "peft_config"):
+        raise UnsupportedModel(f"{name} carries PEFT adapters; merge_and_unload() them, or load the base model")
+    config = model.config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder model; selfspec runs decoder-only causal language models")
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass
@@ -16,6 +17,7 @@ class Stats:
         drafts: draft forwards, in units of a full-depth forward (a draft from layer e of L costs (L - e) / L).
         accepted: how many rounds emitted k tokens.
         prompt_tokens: tokens prefilled.
+        seconds: time spent in "prefill", "draft", "verify" and "rest"; requests that share a forward share its time.
     """
 
     rounds: int = 0
@@ -23,6 +25,7 @@ class Stats:
     drafts: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
     prompt_tokens: int = 0
+    seconds: Counter[str] = field(default_factory=Counter, compare=False)
 
     @property
     def tau(self) -> float:
@@ -34,6 +37,12 @@ class Stats:
         """Tokens per backbone forward, prefill apart."""
         forwards = self.rounds + self.drafts
         return self.tokens / forwards if forwards else 0.0
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Per position j = 0, 1, ...: the share of rounds that took draft j among those that took all before it."""
+        reached = [sum(n for k, n in self.accepted.items() if k > j) for j in range(max(self.accepted, default=1))]
+        return [after / before for before, after in pairwise(reached)]
 
     def count(self, emitted: int) -> None:
         """Book one round that emitted so many tokens."""
@@ -48,6 +57,7 @@ class Stats:
             self.drafts + other.drafts,
             self.accepted + other.accepted,
             self.prompt_tokens + other.prompt_tokens,
+            self.seconds + other.seconds,
         )
 
 

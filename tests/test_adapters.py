@@ -23,7 +23,7 @@ def drafted(model, path):
     body, cache = Backbone(model, path), PrefixCache(LAYERS)
     with torch.no_grad():
         taps = body(rows.chain(torch.tensor([0]), 10), cache, ONE).taps
-        cache.recording = False
+        cache.freeze()
         tokens = torch.tensor([[PROMPT[-1], MASK, MASK]])
         drafts = DraftRows(tokens, torch.arange(3)[None], None if taps is None else taps[:, -1:])
         return body.logits(body(rows.block(torch.tensor([10]), 3), cache, draft=drafts).draft)
@@ -127,7 +127,7 @@ def test_a_lora_folder_is_a_plain_peft_folder(family, tmp_path):
     path = path_of(model, 0.3, tuning="lora", causal=True, shift=True, block_size=12)
     io.save(path, tmp_path, model, dtype=torch.float64)
     body, cache = Backbone(model, path), PrefixCache(LAYERS)
-    cache.recording = False
+    cache.freeze()
     for layer, (heads, d, _) in zip(cache.layers, body.kv_shapes, strict=True):
         layer.keys = layer.values = torch.empty(1, heads, 0, d).double()
     drafts = DraftRows(ONE, torch.arange(10)[None])
@@ -330,3 +330,34 @@ def test_decoding_with_an_adapter_of_another_dtype_still_is_exact(tmp_path):
     for prompt in RAGGED:
         out = requests.generate(torch.tensor([prompt]), max_new_tokens=8)
         assert out[0, len(prompt) :].tolist() == reference(model, [prompt], 8)[0]
+
+
+def test_an_adapter_in_another_dtype_follows_its_model_and_says_so(caplog):
+    model = model_of()
+    path = path_of(model).to(torch.float32)
+    with caplog.at_level("WARNING"):
+        SelfSpecModel(model, path)
+    assert {p.dtype for p in path.parameters()} == {torch.float64}
+    assert "moved to cpu as torch.float64" in caplog.text
+
+
+@pytest.mark.parametrize("alpha", [0, -1, 6.5])
+def test_alpha_that_peft_could_not_hold_is_refused(alpha):
+    with pytest.raises(ValueError, match="alpha"):
+        MaskPathConfig(tuning="lora", alpha=alpha)
+
+
+def test_a_save_that_is_killed_leaves_no_mixed_adapter(tmp_path):
+    model = model_of()
+    io.save(path_of(model), tmp_path, model)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(io, "save_file", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        io.save(path_of(model, seed=2), tmp_path, model)
+    with pytest.raises(AdapterError, match="no adapter"):
+        io.load(tmp_path, model)
+
+
+def test_a_model_folder_without_a_tokenizer_loads(tmp_path):
+    build().save_pretrained(tmp_path)
+    engine = SelfSpecModel.from_pretrained(tmp_path, adapter=None)
+    assert engine.tokenizer is None and engine.generate([PROMPT], max_new_tokens=2).shape == (1, len(PROMPT) + 2)

@@ -5,16 +5,18 @@ import json
 from collections import Counter
 
 import pytest
+import tiny_chat
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from selfspec.backbone import Backbone
+from selfspec.prompts import Prompt, PromptError, read, read_rows, user
 from selfspec.training import generate
 from selfspec.training.answer import AnswerOptions, answer
 from selfspec.training.data import load_answers
 from selfspec.training.generate import Batch, Job, choose, uniform
-from selfspec.training.prompts import Conversation, read_prompts, read_rows, shard_files
+from selfspec.training.shards import shard_files
 
 VOCAB, EOS = 64, 3
 CHAT = (
@@ -70,7 +72,7 @@ def text(ids):
 
 def talk(n, **kwargs):
     prompts = prompts_of(n, **kwargs)
-    return [Conversation(f"p{i}", ({"role": "user", "content": text(p)},)) for i, p in enumerate(prompts)]
+    return [Prompt(f"p{i}", (user(text(p)),)) for i, p in enumerate(prompts)]
 
 
 def run(model, jobs, slots, cap, **kwargs):
@@ -225,9 +227,8 @@ def test_settings_are_not_mixed(model, tokenizer, tmp_path):
 
 def test_turns_see_the_models_own_answers(model, tokenizer, tmp_path):
     first, second, third = (text(p) for p in prompts_of(3))
-    user = [{"role": "user", "content": t} for t in (first, second, third)]
-    long = Conversation("long", ({"role": "user", "content": text([5] * 300)}, user[0]))  # over the context
-    talks = [Conversation("a", tuple(user)), Conversation("b", (user[1],)), long]
+    long = Prompt("long", (user(text([5] * 300)),), (first,))  # over the context
+    talks = [Prompt("a", (user(first),), (second, third)), Prompt("b", (user(second),)), long]
     options = AnswerOptions(8, format="jsonl", shard_rows=1)
     manifest = answer(model, tokenizer, talks[:1], tmp_path / "part", options, quiet=True)
     # drop the later turns: the first answer is then read back from its shard
@@ -239,7 +240,7 @@ def test_turns_see_the_models_own_answers(model, tokenizer, tmp_path):
     assert manifest["skipped"] == ["long#1", "long#2"]
     messages = []
     for turn in range(3):
-        messages.append(user[turn])
+        messages.append(user((first, second, third)[turn]))
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         row = rows[f"a#{turn + 1}"]
         assert row.prompt == prompt
@@ -249,7 +250,7 @@ def test_turns_see_the_models_own_answers(model, tokenizer, tmp_path):
 
 
 def test_the_context_caps_the_answer(model, tokenizer, tmp_path):
-    talks = [Conversation("near", ({"role": "user", "content": text([5] * 250)},))]
+    talks = [Prompt("near", (user(text([5] * 250)),))]
     answer(model, tokenizer, talks, tmp_path, AnswerOptions(40, format="jsonl"), quiet=True)
     (row,) = load_answers([str(tmp_path)])
     assert len(row.prompt) + len(row.answer) <= 256
@@ -273,31 +274,35 @@ def test_prompt_files(tmp_path):
     with gzip.open(tmp_path / "some.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in lines)
     (tmp_path / "plain.txt").write_text("a line\n\nanother\n")
-    got = read_prompts([tmp_path / "some.jsonl.gz", tmp_path / "plain.txt"])
+    got = read([tmp_path / "some.jsonl.gz", tmp_path / "plain.txt"])
     assert [c.id for c in got] == ["x", "some/1", "7", "m", "plain/0", "plain/1"]
-    assert [len(c.turns) for c in got] == [1, 1, 2, 1, 1, 1]
-    assert got[3].context == ({"role": "system", "content": "s"},) and got[3].turns[0]["content"] == "u"
-    assert len(read_prompts([tmp_path / "some.jsonl.gz"], limit=2)) == 2
+    assert [c.later for c in got] == [(), (), ("then",), (), (), ()] and got[2].messages == (user("first"),)
+    assert got[3].messages == ({"role": "system", "content": "s"}, user("u"))
+    assert len(read([tmp_path / "some.jsonl.gz"], limit=2)) == 2
     (tmp_path / "bad.jsonl").write_text('{"id": "x", "prompt": "other"}\n')
-    with pytest.raises(ValueError, match="'x'"):
-        read_prompts([tmp_path / "some.jsonl.gz", tmp_path / "bad.jsonl"])
+    with pytest.raises(PromptError, match=r"bad\.jsonl, line 1: .*'x'"):
+        read([tmp_path / "some.jsonl.gz", tmp_path / "bad.jsonl"])
     (tmp_path / "bad.jsonl").write_text('{"id": "y"}\n')
-    with pytest.raises(ValueError, match="row 0"):
-        read_prompts([tmp_path / "bad.jsonl"])
+    with pytest.raises(PromptError, match=r"bad\.jsonl, line 1"):
+        read([tmp_path / "bad.jsonl"])
 
 
-def test_the_command(model, tokenizer, tmp_path, capsys):
-    pytest.importorskip("selfspec.hub")
-    from selfspec.training.answer import main
-
+def test_the_command(model, tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"w5_ w{i}_"}) + "\n" for i in range(4, 10)))
     args = f"{tmp_path}/p.jsonl -o {tmp_path}/out --model {tmp_path}/model --device cpu".split()
-    assert main([*args, "--max-new-tokens", "6", "--limit", "5", "--temperature-mix", "0.8=0.5"]) == 0
-    assert json.loads(capsys.readouterr().out)["answers"] == 5
-    with pytest.raises(SystemExit):
-        main([*args, "--temperature-mix", "hot"])
+    how = ["--max-new-tokens", "6", "--limit", "5", "--temperature-mix", "0.8=0.5"]
+    result = tiny_chat.run("answer", *args, *how)
+    assert result.exit_code == 0 and json.loads(result.stdout)["answers"] == 5
+    assert "5 of 5 answers" in result.stderr and "tokens/s" in result.stderr
+    settings = json.loads((tmp_path / "out" / "manifest.json").read_text())["settings"]
+    assert settings["temperature_mix"] == [[0.8, 0.5]] and settings["max_new_tokens"] == 6
+    for wrong, words in (("hot", "temperature=share"), ("0.8=2", "sum to at most 1")):
+        result = tiny_chat.run("answer", *args, "--temperature-mix", wrong)
+        assert result.exit_code == 2 and words in result.stderr
+    result = tiny_chat.run("answer", f"{tmp_path}/none.jsonl", *args[1:])
+    assert result.exit_code == 2 and "no prompt file" in result.stderr
 
 
 @pytest.mark.gpu

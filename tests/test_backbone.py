@@ -1,11 +1,13 @@
 """The walk over sixteen families, the draft path against the model's own logits, the user's model left untouched."""
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES, LAYERS, PROMPT, VOCAB, StatesPath, build, model_of, path_of
+from tiny import EXPERTS, FAMILIES, LAYERS, PROMPT, RAGGED, VOCAB, StatesPath, build, model_of, path_of, reference
 
 from selfspec import SelfSpecModel, rows
 from selfspec.backbone import MASK, Backbone, DraftRows, RoutedLinear
@@ -323,3 +325,67 @@ def test_a_layer_stack_that_does_more_than_its_layers_is_refused():
     model.model.__class__ = Meddling
     with pytest.raises(UnsupportedModel, match="relative error"):
         Backbone(model)
+
+
+# transformers' own masks carry the window of these families; their layers ask attention for none
+MASK_ONLY = {
+    "Phimoe": dict(sliding_window=12, num_local_experts=4, **EXPERTS),
+    "Qwen2Moe": dict(
+        use_sliding_window=True,
+        sliding_window=12,
+        layer_types=["sliding_attention"] * LAYERS,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        **EXPERTS,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", MASK_ONLY)
+def test_a_window_that_only_the_models_mask_tells(family):
+    model = build(family, **MASK_ONLY[family])
+    body = Backbone(model)
+    assert body.windows == [12] * LAYERS
+    prompt = list(range(3, 19))
+    out = SelfSpecModel(model).generate([prompt], max_new_tokens=20, mode="ar")
+    assert out[0, len(prompt) :].tolist() == reference(model, [prompt], 20)[0]
+
+
+def test_threads_take_turns():
+    """Clean rows of one thread must not meet the adapter because another thread is drafting."""
+    model = model_of()
+    engine = SelfSpecModel(model, path_of(model, noise=0.3))
+    want = reference(model, RAGGED, 16)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [pool.submit(engine.generate, [RAGGED[i % 3]], max_new_tokens=16) for i in range(12)]
+            got = [j.result()[0, len(RAGGED[i % 3]) :].tolist() for i, j in enumerate(jobs)]
+    finally:
+        sys.setswitchinterval(interval)
+    assert got == [want[i % 3] for i in range(12)]
+
+
+def test_ties_below_float32_go_to_the_first_index():
+    """transformers compares float64 logits in float32, so two that differ less are a tie there."""
+    model = build(tie_word_embeddings=False)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        half = weight.shape[0] // 2
+        weight[half : 2 * half] = weight[:half] * (1 + 1e-10)
+    out = SelfSpecModel(model).generate([PROMPT], max_new_tokens=8, mode="ar")
+    assert out[0, len(PROMPT) :].tolist() == reference(model, [PROMPT], 8)[0]
+
+
+@pytest.mark.parametrize("wrap", ["compile", "peft"])
+def test_wrapped_models_are_told_apart(wrap):
+    model = build()
+    if wrap == "compile":
+        wrapped = torch.compile(model)
+    else:
+        peft = pytest.importorskip("peft")
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(UnsupportedModel, match=r"torch\.compile|merge_and_unload"):
+        Backbone(wrapped)

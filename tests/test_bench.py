@@ -5,7 +5,7 @@ import pytest
 import tiny_chat
 import torch
 
-from selfspec import bench, cli, measure
+from selfspec import bench, measure
 from selfspec.stats import Stats
 
 
@@ -27,12 +27,13 @@ def adapter(tmp_path_factory, model):
     return tiny_chat.save_adapter(tmp_path_factory.mktemp("adapter"), model)
 
 
-def test_one_report_holds_every_setting(tmp_path, model, adapter, capsys):
+def test_one_report_holds_every_setting(tmp_path, model, adapter):
     file = tiny_chat.save_prompts(tmp_path / "few.jsonl", 3)
     out = tmp_path / "bench.json"
     argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--modes", "sequential", "--dtype", "float32"]
     argv += ["--max-new-tokens", "8", "--batch", "1,2", "--repeats", "2", "--baseline", "hf-float32,hf-bfloat16"]
-    assert cli.main(["bench", *argv, "--json", str(out)]) == 0
+    ran = tiny_chat.run("bench", *argv, "--json", out)
+    assert ran.exit_code == 0
     data = json.loads(out.read_text())
     assert data["complete"] and [s["batch"] for s in data["suites"]] == [1, 2]
     for suite in data["suites"]:
@@ -46,14 +47,23 @@ def test_one_report_holds_every_setting(tmp_path, model, adapter, capsys):
             ms = r["ms_per_token"]
             assert 0 < ms["min"] <= ms["median"] <= ms["max"]
             assert r["tokens"] == ar["tokens"] or r is half  # bfloat16 may say something else
-    printed = capsys.readouterr().out
+    printed = ran.stdout
     assert "ms/token" in printed and "x hf-bfloat16" in printed and "acceptance by position" in printed
 
 
-def test_an_unknown_baseline_is_refused(model, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", "--model", model, "--baseline", "vllm"])
-    assert stop.value.code == 2 and "hf-float32" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--baseline", "vllm"], "hf-float32"),
+        (["--suite", "builtin", "--prompts", "x.jsonl"], "either --suite or --prompts"),
+        (["--batch", "1,x"], "'x' is not a whole number"),
+        (["--modes", ","], "names nothing"),
+        (["--repeats", "0"], "--repeats"),
+    ],
+)
+def test_what_cannot_run_is_refused(model, argv, words):
+    result = tiny_chat.run("bench", "--model", model, *argv)
+    assert result.exit_code == 2 and words in result.stderr and not result.stdout
 
 
 def test_acceptance_by_position_comes_from_the_histogram():

@@ -1,12 +1,15 @@
 """The cache: what is committed, where it lands, and that nothing stale is ever read."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tiny import PROMPT, RAGGED, backbone, model_of, path_of, reference, run
 
 from selfspec import rows
 from selfspec.backbone import Backbone
-from selfspec.cache import KVCache
+from selfspec.cache import KVCache, PrefixCache
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
 
@@ -158,3 +161,19 @@ def test_a_session_fills_the_gaps_that_ended_requests_leave():
     run(session, [])
     for request, cap, answer in zip(requests, caps, truth, strict=True):
         assert request.output == answer[:cap] and request.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["slots", "prefix"])
+def test_memory_is_freed_without_the_garbage_collector(kind):
+    """A reference cycle through the layers kept every training step's keys until Python happened to collect."""
+    body = Backbone(model_of())
+    cache = body.new_cache(1, 8, 8) if kind == "slots" else PrefixCache(body.n_layers)
+    with torch.no_grad():
+        body(rows.chain(torch.zeros(1, dtype=torch.long), 4), cache, torch.ones(1, 4, dtype=torch.long))
+    watched = weakref.ref(cache.layers[0].keys)
+    gc.disable()
+    try:
+        del cache
+        assert watched() is None
+    finally:
+        gc.enable()

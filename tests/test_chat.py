@@ -1,11 +1,10 @@
-import io as text_io
-import sys
+import json
 
 import pytest
 import tiny_chat
 import torch
 
-from selfspec import cli, decode, demo, suite
+from selfspec import decode, demo, suite
 from selfspec.chat import Settings, fitted, respond
 from selfspec.model import SelfSpecModel
 from selfspec.verify.greedy import walk
@@ -42,38 +41,40 @@ def reference(folder, text, n):
     return words.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_generate_prints_the_models_own_answer(folder, adapter, capsys):
+def test_generate_prints_the_models_own_answer(folder, adapter):
     argv = ["w3 w4", "--model", folder, "--adapter", adapter, "--dtype", "float32", "--max-new-tokens", "9", "--stats"]
-    assert cli.main(["generate", *argv]) == 0
-    out, err = capsys.readouterr()
-    assert out.strip() == reference(folder, "user: w3 w4 assistant:", 9)
-    assert "tau" in err and "draft forwards" in err and "ms/token" in err
+    result = tiny_chat.run("generate", *argv)
+    assert result.exit_code == 0 and result.stdout.strip() == reference(folder, "user: w3 w4 assistant:", 9)
+    assert all(words in result.stderr for words in ("tau", "draft forwards", "ms/token"))
 
 
-def test_generate_reads_stdin_and_says_when_nothing_drafts(folder, capsys, monkeypatch):
+def test_generate_reads_stdin_and_says_when_nothing_drafts(folder):
     argv = ["generate", "-", "--model", folder, "--adapter", "none", "--dtype", "float32", "--max-new-tokens", "5"]
-    monkeypatch.setattr(sys, "stdin", text_io.StringIO("w3 w4"))
-    assert cli.main(argv) == 0
-    out, err = capsys.readouterr()
-    assert out.strip() == reference(folder, "user: w3 w4 assistant:", 5) and "no adapter" in err
-    monkeypatch.setattr(sys, "stdin", text_io.StringIO(" \n"))
-    assert cli.main(argv) == 2
+    result = tiny_chat.run(*argv, input="w3 w4")
+    assert result.exit_code == 0 and "no adapter" in result.stderr
+    assert result.stdout.strip() == reference(folder, "user: w3 w4 assistant:", 5)
+    result = tiny_chat.run(*argv, input=" \n")
+    assert result.exit_code == 2 and "the prompt is empty" in result.stderr
 
 
-def test_chat_remembers_resets_and_ends(folder, adapter, capsys, monkeypatch):
+def test_a_prompt_that_does_not_fit_is_refused(folder):
+    result = tiny_chat.run("generate", " ".join(["w1"] * 300), "--model", folder)
+    assert result.exit_code == 2 and "context 256" in result.stderr and not result.stdout
+
+
+def test_chat_remembers_resets_and_ends(folder, adapter):
     said = "w3 w4\n\nw5\n/reset\nw5\n/exit\nw6\n"
-    monkeypatch.setattr(sys, "stdin", text_io.StringIO(said))
     argv = ["--model", folder, "--adapter", adapter, "--dtype", "float32", "--max-new-tokens", "6"]
-    assert cli.main(["chat", *argv]) == 0
-    first, second, third = capsys.readouterr().out.strip().split("\n")
+    result = tiny_chat.run("chat", *argv, input=said)
+    first, second, third = result.stdout.strip().split("\n")
+    assert result.exit_code == 0
     assert first.strip() == reference(folder, "user: w3 w4 assistant:", 6)
     assert second.strip() == reference(folder, f"user: w3 w4 assistant: {first} user: w5 assistant:", 6)
     assert third.strip() == reference(folder, "user: w5 assistant:", 6)
 
 
-def test_the_end_of_input_ends_the_chat(folder, adapter, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", text_io.StringIO(""))
-    assert cli.main(["chat", "--model", folder, "--adapter", adapter]) == 0
+def test_the_end_of_input_ends_the_chat(folder, adapter):
+    assert tiny_chat.run("chat", "--model", folder, "--adapter", adapter, input="").exit_code == 0
 
 
 def test_an_answer_counts_its_forwards(model):
@@ -92,20 +93,30 @@ def test_a_long_conversation_forgets_its_beginning(model):
         fitted(model, [say("user", 300)], 4)
 
 
-def test_the_demo_shows_measures_and_proves(folder, adapter, capsys):
+def test_the_demo_shows_measures_and_proves(folder, adapter):
     argv = ["--model", folder, "--adapter", adapter, "--max-new-tokens", "8", "--repeats", "1"]
-    assert cli.main(["demo", *argv]) == 0
-    out = capsys.readouterr().out
+    result = tiny_chat.run("demo", *argv)
+    out = result.stdout
+    assert result.exit_code == 0
     assert "machine:" in out and "bfloat16" in out and suite.CHAT[0] in out and "draft forwards" in out
     assert all(f"Hugging Face {d}" in out for d in ("float32", "bfloat16")) and "selfspec sequential bfloat16" in out
     assert "of 2 answers equal Hugging Face's generate(), token for token" in out
 
 
-def test_the_demo_fails_without_an_adapter_or_with_a_wrong_decoder(folder, adapter, capsys, monkeypatch):
-    assert cli.main(["demo", "--model", folder]) == 1
-    assert "no shipped adapter fits" in capsys.readouterr().err
+def test_the_demo_fails_without_an_adapter_or_with_a_wrong_decoder(folder, adapter, monkeypatch):
+    result = tiny_chat.run("demo", "--model", folder)
+    assert result.exit_code == 1 and "no shipped adapter fits" in result.stderr
     monkeypatch.setattr(decode, "greedy", lambda tree, logits: walk(tree, (logits.argmax(-1) + 1) % logits.shape[-1]))
     argv = ["--model", folder, "--adapter", adapter, "--max-new-tokens", "8", "--repeats", "1"]
-    assert cli.main(["demo", *argv, "--dtype", "float32"]) == 1
-    assert "MISMATCH" in capsys.readouterr().out
+    result = tiny_chat.run("demo", *argv, "--dtype", "float32")
+    assert result.exit_code == 1 and "MISMATCH" in result.stdout
     assert demo.proof([None, None])[1]
+
+
+def test_a_pad_token_of_zero_does_not_hide_the_first_prompt(tmp_path):
+    """Models that pad with token 0 were refused: the prompt that tries the settings out is token 0."""
+    folder = tiny_chat.save_model(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token_id": 0, "eos_token_id": 1}))
+    argv = ["w3 w4", "--model", folder, "--dtype", "float32", "--max-new-tokens", "3"]
+    assert tiny_chat.run("generate", *argv).exit_code == 0

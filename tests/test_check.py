@@ -5,7 +5,7 @@ import pytest
 import tiny_chat
 import torch
 
-from selfspec import check, cli, decode, prompts
+from selfspec import check, decode, prompts
 from selfspec.reference import Judge, first_difference, until_eos
 from selfspec.verify.greedy import walk
 
@@ -37,76 +37,99 @@ def file(tmp_path_factory):
 
 def run(tmp_path, *argv):
     out = tmp_path / "report.json"
-    code = cli.main(["check", *argv, *LENGTH, "--json", str(out)])
-    return code, json.loads(out.read_text())
+    result = tiny_chat.run("check", *argv, *LENGTH, "--json", out)
+    return result, json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_mode_and_batch_gives_the_text_of_hugging_face(tmp_path, model, adapter, file, dtype, capsys):
+def test_every_mode_and_batch_gives_the_text_of_hugging_face(tmp_path, model, adapter, file, dtype):
     argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--dtype", dtype]
-    code, data = run(tmp_path, *argv, "--batch", "1,2", "--mode", "ar,sequential,tree")
-    assert code == 0 and data["complete"] and data["mismatches"] == 0
+    result, data = run(tmp_path, *argv, "--batch", "1,2", "--mode", "ar,sequential,tree")
+    assert result.exit_code == 0 and data["complete"] and data["mismatches"] == 0
     wanted = {(mode, batch) for mode in ("ar", "sequential", "tree") for batch in (1, 2)}
     assert {(r["mode"], r["batch"]) for r in data["runs"]} == wanted
     assert all(r["prompts"] == 5 and r["matched_prompts"] + r["ties"] == 5 for r in data["runs"])
     assert data["prompts"] == 30 and data["tokens"] > 0 and data["tau"] >= 1 and not data["control"]
-    assert "match rate" in capsys.readouterr().out
+    assert "match rate" in result.stdout
 
 
-def test_a_wrong_decoder_is_a_mismatch(tmp_path, model, file, monkeypatch, capsys):
+def test_a_wrong_decoder_is_a_mismatch(tmp_path, model, file, monkeypatch):
     monkeypatch.setattr(decode, "greedy", lambda tree, logits: walk(tree, (logits.argmax(-1) + 1) % logits.shape[-1]))
-    code, data = run(tmp_path, "--model", model, "--prompts", file)
-    assert code == 1 and data["mismatches"] == 5 and data["ties"] == 0 and data["match_rate"] == 0
+    result, data = run(tmp_path, "--model", model, "--prompts", file)
+    assert result.exit_code == 1 and data["mismatches"] == 5 and data["ties"] == 0 and data["match_rate"] == 0
     first = data["first_mismatches"][0]
     assert first["prompt"] == "p0" and first["position"] == 1  # the prefill's token was right
     assert first["expected"] == first["top"][0] and first["found"] == first["expected"] + 1
-    assert "MISMATCH: p0" in capsys.readouterr().out
+    assert "MISMATCH: p0" in result.stdout
 
 
-def test_a_tie_is_proved_by_float64(tmp_path, file, monkeypatch, capsys):
+def test_a_tie_is_proved_by_float64(tmp_path, file, monkeypatch):
     def twins(model):  # tokens 32.. have the very logits of tokens 0..31
         model.lm_head.weight[32:] = model.lm_head.weight[:32]
 
     folder = tiny_chat.save_model(tmp_path / "twins", edit=twins, eos=None)
     last = lambda tree, logits: walk(tree, logits[..., :32].argmax(-1) + 32)  # noqa: E731
     monkeypatch.setattr(decode, "greedy", last)
-    code, data = run(tmp_path, "--model", folder, "--prompts", file)
-    assert code == 0 and data["ties"] > 0 and data["mismatches"] == 0 and data["match_rate"] < 1
+    result, data = run(tmp_path, "--model", folder, "--prompts", file)
+    assert result.exit_code == 0 and data["ties"] > 0 and data["mismatches"] == 0 and data["match_rate"] < 1
     assert all(m["verdict"] == "tie" and m["gap"] < 1e-4 for m in data["first_mismatches"])
-    assert "tie: p" in capsys.readouterr().out
-    code, data = run(tmp_path, "--model", folder, "--prompts", file, "--dtype", "float64")
-    assert code == 1 and data["ties"] == 0  # float64 gets no such excuse
+    assert "tie: p" in result.stdout
+    result, data = run(tmp_path, "--model", folder, "--prompts", file, "--dtype", "float64")
+    assert result.exit_code == 1 and data["ties"] == 0  # float64 gets no such excuse
+
+
+def test_a_single_run_reports_its_own_figures_and_every_mismatch(tmp_path, model, adapter, file, monkeypatch):
+    argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--mode", "sequential", "--batch-size", 2]
+    result, data = run(tmp_path, *argv, "--limit", 4)
+    (only,) = data["runs"]
+    assert result.exit_code == 0 and only["batch"] == 2 and data["prompts"] == 4 and data["first_mismatches"] == []
+    for key in ("prompts", "tokens", "matched_prompts", "match_rate", "tau", "tpf"):
+        assert data[key] == only[key] and data[key] > 0
+    assert data["matched_prompts"] == 4 and data["match_rate"] == 1
+    monkeypatch.setattr(decode, "greedy", lambda tree, logits: walk(tree, (logits.argmax(-1) + 1) % logits.shape[-1]))
+    result, data = run(tmp_path, *argv, "--limit", 4)
+    assert result.exit_code == 1 and [m["prompt"] for m in data["first_mismatches"]] == ["p0", "p1", "p2", "p3"]
+    for m in data["first_mismatches"]:
+        assert {"prompt", "position", "expected", "found", "top", "gap"} <= set(m) and m["gap"] > 0
+
+
+def test_several_files_are_several_sets(tmp_path, model, file):
+    other = tiny_chat.save_prompts(tmp_path / "other.jsonl", 2)
+    for argv in (["--prompts", file, other], ["--prompts", file, "--prompts", other]):
+        result, data = run(tmp_path, "--model", model, *argv, "--mode", "ar", "--limit", 3)
+        assert result.exit_code == 0
+        assert [(r["suite"], r["prompts"]) for r in data["runs"]] == [("few.jsonl", 3), ("other.jsonl", 2)]
 
 
 def test_half_precision_has_its_control(tmp_path, model, file):
-    code, data = run(tmp_path, "--model", model, "--prompts", file, "--dtype", "bfloat16")
+    result, data = run(tmp_path, "--model", model, "--prompts", file, "--dtype", "bfloat16")
     assert [c["batch"] for c in data["control"]] == [8] and data["control"][0]["prompts"] == 5
-    assert code == (1 if data["mismatches"] else 0)
+    assert result.exit_code == (1 if data["mismatches"] else 0)
 
 
 def test_partial_reports_are_written(tmp_path, model, file, monkeypatch):
     seen = []
     monkeypatch.setattr(check, "SAVE_EVERY", -1.0)
     monkeypatch.setattr(check, "write", lambda path, data: seen.append(data))
-    assert cli.main(["check", "--model", model, "--prompts", file, *LENGTH, "--json", str(tmp_path / "x.json")]) == 0
+    result = tiny_chat.run("check", "--model", model, "--prompts", file, *LENGTH, "--json", tmp_path / "x.json")
+    assert result.exit_code == 0
     assert len(seen) == 11 and [d["complete"] for d in seen] == [False] * 10 + [True]
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--mode", "sequential"], "needs an adapter"),
+        (["--mode", "sequential"], "drafts with an adapter"),
         (["--mode", "nonsense"], "nonsense"),
-        (["--prompts", "no/such.jsonl"], "no prompt file"),
+        (["--prompts", "no/such.jsonl"], "no prompt file at no/such.jsonl"),
         (["--adapter", "no-such"], "no adapter at"),
         (["--max-new-tokens", "5000"], "p0 has"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line(model, file, argv, words, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["check", "--model", model, "--prompts", file, *argv])
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and words in err and "Traceback" not in err
+def test_what_cannot_run_is_refused_in_one_line(model, file, argv, words):
+    result = tiny_chat.run("check", "--model", model, "--prompts", file, *argv)
+    assert result.exit_code == 2 and words in result.stderr and not result.stdout
+    assert result.stderr.startswith("selfspec: ") and result.stderr.count("\n") == 1
 
 
 def test_where_answers_differ():
@@ -131,18 +154,35 @@ def test_prompt_files(tmp_path):
     with gzip.open(tmp_path / "some.jsonl.gz", "wt") as out:
         out.write("\n".join(map(json.dumps, rows)) + "\n\n")
     found = prompts.read(tmp_path / "some.jsonl.gz")
-    assert [p.id for p in found] == ["some/1", "7", "some/3"]
+    assert [p.id for p in found] == ["some/0", "7", "some/2"]
     assert [p.messages[-1]["content"] for p in found] == ["w1", "w2", "w4"] and found[1].later == ("w3",)
     assert len(prompts.read(tmp_path / "some.jsonl.gz", limit=2)) == 2
+    (tmp_path / "more.txt").write_text("w6\n\nw7\n")
+    both = prompts.read([tmp_path / "some.jsonl.gz", tmp_path / "more.txt"], limit=4)
+    assert both == [*found, prompts.Prompt("more/0", (prompts.user("w6"),))]
     with_template, plain = tiny_chat.tokenizer(), tiny_chat.tokenizer(template=False)
     words = with_template.convert_ids_to_tokens(prompts.encode(with_template, found[0].messages))
     assert words == ["user:", "w1", "assistant:"]
     assert plain.convert_ids_to_tokens(prompts.encode(plain, found[0].messages)) == ["w1"]
 
 
+def test_parquet_prompts_are_read_as_lines_are(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [{"prompt": "w1", "turns": None}, {"prompt": "w2", "turns": ["w2", "w3"]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "some.parquet")
+    first, second = prompts.read(tmp_path / "some.parquet")
+    assert first == prompts.Prompt("some/0", (prompts.user("w1"),))
+    assert second == prompts.Prompt("some/1", (prompts.user("w2"),), ("w3",))
+    (tmp_path / "bad.parquet").write_text("no parquet")
+    with pytest.raises(prompts.PromptError, match=r"bad\.parquet"):
+        prompts.read(tmp_path / "bad.parquet")
+
+
 @pytest.mark.parametrize("line", ["", "{", "[]", '{"prompt": 3}', '{"turns": []}', '{"messages": [{"role": "user"}]}'])
 def test_a_bad_prompt_file_says_where(tmp_path, line):
     file = tmp_path / "bad.jsonl"
-    file.write_text(line)
-    with pytest.raises(prompts.PromptError, match=r"bad\.jsonl"):
+    file.write_text('\n{"prompt": "good"}\n' + line if line else line)
+    with pytest.raises(prompts.PromptError, match=r"bad\.jsonl, line 3" if line else r"bad\.jsonl holds no"):
         prompts.read(file)

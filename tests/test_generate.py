@@ -138,7 +138,7 @@ def test_nothing_new_is_asked_for():
 def test_one_new_token_comes_from_the_prefill():
     decoder = speculative()
     assert torch.equal(decoder.generate(ONE, max_new_tokens=1), own(model_of(), ONE, max_new_tokens=1))
-    assert decoder.stats[0].rounds == 0 and decoder.stats[0].tau == decoder.stats[0].tpf == 0
+    assert decoder.stats.rounds == 0 and decoder.stats.tau == decoder.stats.tpf == 0
 
 
 REFUSED = {
@@ -281,7 +281,7 @@ def test_a_streamer_gets_the_prompt_and_then_each_round(mode, eos):
     out = decoder.generate(ONE, max_new_tokens=11, eos_token_id=eos, streamer=recorder, mode=mode)
     assert torch.equal(recorder.pieces[0], ONE) and recorder.ended == 1
     assert torch.cat([p.reshape(-1) for p in recorder.pieces]).tolist() == out[0].tolist()
-    stats = decoder.stats[0]
+    stats = decoder.stats
     assert len(recorder.pieces[1]) == 1  # the prefill's token at once
     assert sorted(len(p) for p in recorder.pieces[2:]) == sorted(stats.accepted.elements())
 
@@ -366,4 +366,20 @@ def test_answers_do_not_depend_on_earlier_calls():
     first = decoder.generate(ONE, max_new_tokens=8)
     decoder.generate(*padded("left")[:1], attention_mask=padded("left")[1], max_new_tokens=3, mode="tree")
     assert torch.equal(decoder.generate(ONE, max_new_tokens=8), first)
-    assert len(decoder.stats) == 1
+    assert len(decoder.request_stats) == 1
+
+
+def test_stats_tell_time_and_acceptance_by_position():
+    decoder = speculative()
+    decoder.generate(ONE, max_new_tokens=12)
+    stats = decoder.stats
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "rest"} and min(stats.seconds.values()) > 0
+    rounds = list(stats.accepted.elements())
+    for j, share in enumerate(stats.acceptance):
+        assert share == sum(k > j + 1 for k in rounds) / sum(k > j for k in rounds)
+
+
+@pytest.mark.parametrize("prompts", ["text", ["text"], [], [[]], [[3], []]])
+def test_lists_of_prompts_that_cannot_be_decoded(prompts):
+    with pytest.raises(ValueError, match=r"list of prompts|tokenizer|no prompts|empty"):
+        speculative().generate(prompts, max_new_tokens=3)

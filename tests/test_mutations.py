@@ -181,11 +181,11 @@ def no_compaction(self, counts, path=None, real=KVCache.commit):
 
 def compaction_row_by_row(self, counts, path=None):
     """Writes before it has read everything: right only while no source lies under a target."""
-    for i, count in enumerate(counts, self._first):
+    for i, count in enumerate(counts, self.place.first):
         for k in range(count - 1, -1, -1) if path is not None else ():
             at = self.lengths[i]
             for store in self.stores:
-                store[i, :, at + k] = store[i, :, at + int(path[i - self._first, min(k + 1, count - 1)])]
+                store[i, :, at + k] = store[i, :, at + int(path[i - self.place.first, min(k + 1, count - 1)])]
         self.lengths[i] += count
 
 
@@ -273,7 +273,7 @@ def test_draft_rows_are_what_the_adapter_is_for():
             torch.nn.init.zeros_(path.mask)
             body, cache = Backbone(model, path, verify=False), PrefixCache(LAYERS)
             body(rows.chain(torch.tensor([0]), 10), cache, ids)
-            cache.recording = False
+            cache.freeze()
             drafts = DraftRows(torch.full((1, B), MASK), torch.arange(B)[None])
             seen.append(body(rows.block(torch.tensor([10]), B), cache, draft=drafts).draft)
         return off(*seen)

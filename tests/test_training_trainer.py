@@ -6,6 +6,7 @@ import itertools
 import json
 
 import pytest
+import tiny_chat
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,7 +19,7 @@ from selfspec.training.data import Answer
 from selfspec.training.evaluate import Batching, evaluate
 from selfspec.training.head import Head
 from selfspec.training.step import compile_layers
-from selfspec.training.trainer import Trainer, main
+from selfspec.training.trainer import Trainer
 
 torch.set_num_threads(1)
 V = 61
@@ -196,7 +197,7 @@ def test_compiled_layers_share_one_graph(tmp_path) -> None:
     assert counter.frame_count == 2  # clean rows, draft rows
 
 
-def test_command_line(tmp_path, capsys) -> None:
+def test_command_line(tmp_path) -> None:
     model = tiny()
     model.save_pretrained(tmp_path / "model")
     with open(tmp_path / "answers.jsonl", "w") as f:
@@ -205,17 +206,23 @@ def test_command_line(tmp_path, capsys) -> None:
     args = [f"model={tmp_path / 'model'}", f"data={tmp_path / 'answers.jsonl'}", f"out={tmp_path / 'out'}",
             f"eval.train={tmp_path / 'answers.jsonl'}", "adapter.block_size=4", "length=48", "rows=2", "anchors=8",
             "max_steps=3", "log_every=1", "dtype=float32"]  # fmt: skip
-    assert main(args) == 0
+    assert tiny_chat.run("train", *args).exit_code == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["finished"] and report["eval"]["train"]["known"]["responses"] == 12
     assert report["config"]["adapter"] == {"mask_embedding": "per_slot", "block_size": 4}
     assert any((tmp_path / "out" / "adapter").iterdir())
     log = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
     assert {json.loads(line)["event"] for line in log} >= {"start", "step", "eval"}
-    assert main([*args, "lrr=1"]) == 2
-    assert "unknown fields: lrr" in capsys.readouterr().err
-    assert main([*args, "rows=many"]) == 2
-    assert main(["model=x"]) == 2
+    (tmp_path / "rate.json").write_text('{"lrr": 1}')
+    for wrong, words in (
+        ([*args, "lrr=1"], "unknown fields: lrr"),
+        ([*args, "--config", tmp_path / "rate.json"], "unknown fields: lrr"),
+        ([*args, "rows=many"], "rows='many'"),
+        (["model=x"], "name a model and data"),
+        ([*args, "--lr", "1"], "No such option"),
+    ):
+        result = tiny_chat.run("train", *wrong)
+        assert result.exit_code == 2 and words in result.stderr
 
 
 def test_configuration_round_trip(tmp_path) -> None:

@@ -292,7 +292,7 @@ def test_drafts_are_drawn_from_q_without_replacement():
     assert (again == chain).double().mean() < 0.5  # the next round's draws are new ones
 
 
-# ---- end to end: 3,000 answers of four tokens; 64 texts of the last three, whose chances the model itself gives
+# ---- end to end: 2,000 answers of four tokens; 64 texts of the last three, whose chances the model itself gives
 
 
 @cache
@@ -314,7 +314,7 @@ def exact_law():
     return out
 
 
-def surprise(verifier, mode, n=3000):
+def surprise(verifier, mode, n=2000):
     """Chi-square over the 64 texts, in standard deviations above its mean."""
     model = model_of(dtype=torch.float32)
     out = SelfSpecModel(model, path_of(model, 0.2)).generate(

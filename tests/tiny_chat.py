@@ -8,12 +8,19 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from selfspec import cli
 from selfspec.adapters import MaskPathConfig, MaskPathModel, io
 
 WORDS = ["<unk>", "<s>", "</s>", "user:", "assistant:", *(f"w{i}" for i in range(59))]
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' ' }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+def run(*argv, **options):
+    """Run the command line; an exception of its own is a test's failure. Returns exit_code, stdout, stderr."""
+    return CliRunner().invoke(cli.app, list(map(str, argv)), catch_exceptions=False, **options)
 
 
 def tokenizer(template=True):

@@ -1,7 +1,7 @@
-"""`python -m selfspec.training`: the trainer's command line."""
+"""`python -m selfspec.training`: the same as `selfspec train`."""
 
 import sys
 
-from selfspec.training.trainer import main
+from selfspec.cli import main
 
-sys.exit(main())
+sys.exit(main(["train", *sys.argv[1:]]))

@@ -7,7 +7,6 @@ Can be killed at any time and started again with the same command.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -17,17 +16,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec import graphs
+from selfspec import hub, prompts
 from selfspec.adapters.io import fingerprint
 from selfspec.attention import BACKENDS
 from selfspec.backbone import Backbone
+from selfspec.options import DtypeName, MaxNewTokens, ModelName
+from selfspec.prompts import Message, Prompt
+from selfspec.session import fitting
+from selfspec.terminal import Progress, refusing
 from selfspec.training.generate import Batch, Done, Job
-from selfspec.training.prompts import Conversation, read_prompts
 from selfspec.training.shards import AnswerFolder
 
 
@@ -40,7 +43,6 @@ class AnswerOptions:
         temperature_mix: temperature -> share of the prompts answered at it; the others are answered greedily.
         seed: of the choice of temperatures and of all draws.
         batch: requests at a time; fewer where they would not fit into memory.
-        compile: fuse element-wise kernels with torch.compile.
         attention: backend; None chooses Triton on CUDA where it is installed, else the reference.
         cuda_graphs: False runs step by step (for debugging).
         format: of the shards, "parquet", "jsonl" or "auto".
@@ -51,7 +53,6 @@ class AnswerOptions:
     temperature_mix: tuple[tuple[float, float], ...] = ()
     seed: int = 0
     batch: int = 2048
-    compile: bool = False
     attention: str | None = None
     cuda_graphs: bool = True
     format: str = "auto"
@@ -67,7 +68,7 @@ class AnswerOptions:
 def answer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Prompt],
     folder: str | Path,
     options: AnswerOptions | None = None,
     quiet: bool = False,
@@ -82,7 +83,7 @@ def answer(
         tokenizer: its chat template is applied, if it has one.
         conversations: with unique ids.
         folder: for shards and manifest.
-        options: how.
+        options: options.
         quiet: print no progress.
 
     Returns:
@@ -90,7 +91,7 @@ def answer(
     """
     options = options or AnswerOptions()
     eos = end_tokens(model, tokenizer)
-    several = {_row_id(c, t) for c in conversations if len(c.turns) > 1 for t in range(len(c.turns))}
+    several = {_row_id(c, t) for c in conversations if c.later for t in range(_turns(c))}
     said: dict[str, list[int]] = {}  # answers that later turns need
 
     def keep(row: dict[str, Any]) -> None:
@@ -108,36 +109,37 @@ def answer(
     }
     with AnswerFolder(Path(folder), settings, options.format, options.shard_rows, keep) as target:
         backbone = Backbone(model, backend=options.attention or best_attention(model))
-        if options.compile:
-            graphs.fuse(backbone.layers)
         skipped: list[str] = []
-        wanted = [_row_id(c, t) for c in conversations for t in range(len(c.turns))]
-        progress = Progress(len(wanted), sum(name in target.ids for name in wanted), quiet)
-        for turn in range(max((len(c.turns) for c in conversations), default=0)):
-            todo = [c for c in conversations if turn < len(c.turns) and _row_id(c, turn) not in target.ids]
-            ready = [c for c in todo if turn == 0 or _row_id(c, turn - 1) in said]
-            skipped += [_row_id(c, turn) for c in todo if turn and _row_id(c, turn - 1) not in said]
-            jobs = []
-            for c, prompt in zip(ready, _prompts(tokenizer, ready, turn, said, eos), strict=True):
-                name = _row_id(c, turn)
-                room = (backbone.max_positions or 1 << 30) - len(prompt)
-                if room < 1 or not prompt:
-                    skipped.append(name)
-                    continue
-                temperature, seed = _draw(options, name)
-                jobs.append(Job(name, prompt, min(options.max_new_tokens, room), temperature, seed))
-            progress.skip(len(todo) - len(jobs))
-            for done in _generate(backbone, eos, jobs, options, progress):
-                row = {
-                    "id": done.job.id,
-                    "prompt_ids": done.job.prompt,
-                    "answer_ids": done.tokens,
-                    "temperature": done.job.temperature,
-                    "finish_reason": done.finish_reason,
-                }
-                target.add(row)
-                keep(row)
-        progress.end()
+        wanted = [_row_id(c, t) for c in conversations for t in range(_turns(c))]
+        done = sum(name in target.ids for name in wanted)
+        with Progress(len(wanted), done, quiet) as progress:
+            for turn in range(max((_turns(c) for c in conversations), default=0)):
+                todo = [c for c in conversations if turn < _turns(c) and _row_id(c, turn) not in target.ids]
+                ready = [c for c in todo if turn == 0 or _row_id(c, turn - 1) in said]
+                skipped += [_row_id(c, turn) for c in todo if turn and _row_id(c, turn - 1) not in said]
+                asked = prompts.encode_all(tokenizer, [_asked(tokenizer, c, turn, said, eos) for c in ready])
+                jobs = []
+                for c, prompt in zip(ready, asked, strict=True):
+                    name = _row_id(c, turn)
+                    room = (backbone.max_positions or 1 << 30) - len(prompt)
+                    if room < 1 or not prompt:
+                        skipped.append(name)
+                        continue
+                    temperature, seed = _draw(options, name)
+                    jobs.append(Job(name, prompt, min(options.max_new_tokens, room), temperature, seed))
+                progress.skip(len(todo) - len(jobs))
+                for one in _generate(backbone, eos, jobs, options, progress):
+                    row = {
+                        "id": one.job.id,
+                        "prompt_ids": one.job.prompt,
+                        "answer_ids": one.tokens,
+                        "temperature": one.job.temperature,
+                        "finish_reason": one.finish_reason,
+                    }
+                    target.add(row)
+                    keep(row)
+            if not quiet:
+                progress.show()
         target.notes = {"complete": True, "skipped": skipped, "format": target.format, "attention": backbone.backend}
         target.flush()
         return target.write_manifest()
@@ -156,13 +158,14 @@ def _generate(
         sizes.setdefault(capacity, []).append(job)
     for group in sizes.values():
         longest = max(len(j.prompt) + j.max_new_tokens for j in group)
-        slots = min(options.batch, len(group), slots_that_fit(backbone, longest))
+        slots = min(options.batch, len(group), fitting(backbone, longest))
         sample = any(j.temperature > 0 for j in group)
         batch = Batch(backbone, eos, slots, longest, options.max_new_tokens, sample, options.cuda_graphs)
+        written = 0
         for done in batch.run(group):
-            progress.update(len(done), batch.tokens)
+            progress.add(len(done), batch.tokens - written)
+            written = batch.tokens
             yield from done
-        progress.update(0, batch.tokens, last=True)
         del batch
 
 
@@ -173,44 +176,25 @@ def best_attention(model: PreTrainedModel) -> str:
     return "triton" if kernels and half and model.device.type == "cuda" else "sdpa"
 
 
-def slots_that_fit(backbone: Backbone, capacity: int, share: float = 0.7) -> int:
-    """Requests of some length whose keys and values fit into that share of the device's free memory."""
-    if backbone.device.type != "cuda":
-        return 1 << 30
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(backbone.device)
-    return max(1, int(share * free / backbone.new_cache(1, capacity, 0).nbytes))
+def _asked(
+    tokenizer: PreTrainedTokenizerBase, conversation: Prompt, turn: int, said: dict[str, list[int]], eos: frozenset[int]
+) -> list[Message]:
+    """The messages that stand before the answer to a turn, the model's own earlier answers fed back."""
+    messages = list(conversation.messages)
+    for t in range(turn):
+        ids = said[_row_id(conversation, t)]
+        ids = ids[:-1] if ids[-1] in eos else ids
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        messages += [{"role": "assistant", "content": text}, prompts.user(conversation.later[t])]
+    return messages
 
 
-def _prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: list[Conversation],
-    turn: int,
-    said: dict[str, list[int]],
-    eos: frozenset[int],
-) -> list[list[int]]:
-    """Token ids that stand before the answer to a turn, the model's own earlier answers fed back."""
-    texts = []
-    templated = bool(getattr(tokenizer, "chat_template", None))
-    for c in conversations:
-        messages = list(c.context)
-        for t in range(turn):
-            ids = said[_row_id(c, t)]
-            ids = ids[:-1] if ids[-1] in eos else ids
-            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            messages += [c.turns[t], {"role": "assistant", "content": text}]
-        messages.append(c.turns[turn])
-        if templated:
-            texts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        else:
-            texts.append("\n\n".join(m["content"] for m in messages))
-    if not texts:
-        return []
-    return tokenizer(texts, add_special_tokens=not templated)["input_ids"]
+def _turns(conversation: Prompt) -> int:
+    return 1 + len(conversation.later)
 
 
-def _row_id(conversation: Conversation, turn: int) -> str:
-    return conversation.id if len(conversation.turns) == 1 else f"{conversation.id}#{turn + 1}"
+def _row_id(conversation: Prompt, turn: int) -> str:
+    return f"{conversation.id}#{turn + 1}" if conversation.later else conversation.id
 
 
 def _draw(options: AnswerOptions, name: str) -> tuple[float, int]:
@@ -233,92 +217,59 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
     return frozenset()
 
 
-class Progress:
-    """One line on stderr: answers, rate, time left. Redrawn on a terminal, else repeated now and then."""
-
-    def __init__(self, total: int, done: int, quiet: bool = False):
-        self.total, self.done, self.quiet = total, done, quiet
-        self.answered = self.earlier = self.tokens = 0  # in this run; tokens of finished groups; and of this one too
-        self.began = self.shown = time.monotonic()
-        self.redraw = sys.stderr.isatty()
-
-    def skip(self, count: int) -> None:
-        """Prompts that cannot be answered."""
-        self.total -= count
-
-    def update(self, answers: int, tokens: int, last: bool = False) -> None:
-        """Book answers, and the tokens emitted so far by the running batch."""
-        self.done, self.answered, self.tokens = self.done + answers, self.answered + answers, self.earlier + tokens
-        if last:
-            self.earlier = self.tokens
-        if not self.quiet and time.monotonic() - self.shown > (0.2 if self.redraw else 5):
-            self._show()
-
-    def end(self) -> None:
-        """The last line."""
-        if not self.quiet:
-            self._show("\n")
-
-    def _show(self, end: str = "") -> None:
-        self.shown = time.monotonic()
-        seconds = max(self.shown - self.began, 1e-9)
-        left = (self.total - self.done) * seconds / self.answered if self.answered else float("nan")
-        line = f"{self.done:,}/{self.total:,} answers · {self.tokens / seconds:,.0f} tokens/s · {_clock(left)} left"
-        print(f"\r{line}\x1b[K" if self.redraw else line, end=end if self.redraw else "\n", file=sys.stderr, flush=True)
+class Mix(tuple[tuple[float, float], ...]):
+    """Temperatures and shares of an option."""
 
 
-def _clock(seconds: float) -> str:
-    return "?" if seconds != seconds else f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-def _mix(text: str) -> tuple[tuple[float, float], ...]:
+def mix(text: str) -> Mix:
     """`0.7=0.2,1.0=0.1` -> ((0.7, 0.2), (1.0, 0.1))"""
     pairs = [part.split("=") for part in text.split(",") if part]
     try:
-        return tuple((float(t), float(s)) for t, s in pairs)
+        return Mix((float(t), float(s)) for t, s in pairs)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like 0.7=0.2,1.0=0.1 (temperature=share)") from None
+        raise typer.BadParameter(f"{text!r} is not like 0.7=0.2,1.0=0.1 (temperature=share)") from None
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Arguments of `selfspec answer`."""
-    d = AnswerOptions()
-    p = argparse.ArgumentParser(prog="selfspec answer", description="Let a model answer prompts.")
-    p.add_argument("prompts", nargs="+", help=".jsonl[.gz] or .parquet (prompt, turns or messages), or .txt")
-    p.add_argument("-o", "--output", required=True, type=Path, metavar="DIR", help="an earlier run is resumed")
-    p.add_argument("--model", required=True, help="folder, hub name, .gguf file or the name of an embedded model")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--dtype", help="default: bfloat16 on CUDA, else the checkpoint's")
-    p.add_argument("--temperature-mix", type=_mix, default=(), metavar="T=SHARE,...", help="the others are greedy")
-    p.add_argument("--max-new-tokens", type=int, default=d.max_new_tokens)
-    p.add_argument("--batch", type=int, default=d.batch, help="requests at a time (default %(default)s)")
-    p.add_argument("--limit", type=int, help="answer no more than this many prompts")
-    p.add_argument("--seed", type=int, default=d.seed)
-    p.add_argument(
-        "--format", choices=("auto", "parquet", "jsonl"), default=d.format, help="default: what pyarrow allows"
-    )
-    p.add_argument("--shard-rows", type=int, default=d.shard_rows)
-    p.add_argument("--compile", action="store_true", help="fuse element-wise kernels with torch.compile")
-    p.add_argument("--attention", choices=sorted(BACKENDS), help="default: triton on CUDA where it is installed")
-    p.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
-    return p
+D = AnswerOptions()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """`selfspec answer`. Returns the exit code."""
-    from selfspec.hub import load
-
-    args = build_parser().parse_args(argv)
-    options = AnswerOptions(**{f: getattr(args, f) for f in AnswerOptions.__dataclass_fields__})
-    conversations = read_prompts(args.prompts, args.limit)
-    dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "auto")
-    model, tokenizer = load(args.model, dtype=dtype, device=args.device)
+def main(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="PROMPTS...", help=".jsonl[.gz] or .parquet (prompt, turns, messages), .txt")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="An earlier run is resumed.")],
+    model: ModelName,
+    device: Annotated[str | None, typer.Option(help="By default cuda where there is one, else cpu.")] = None,
+    dtype: Annotated[
+        Literal["auto", DtypeName] | None,
+        typer.Option(help="By default bfloat16 on CUDA, else the checkpoint's (auto)."),
+    ] = None,
+    temperature_mix: Annotated[
+        Mix | None, typer.Option(parser=mix, metavar="T=SHARE,...", help="Of the prompts; the others are greedy.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = D.max_new_tokens,
+    batch: Annotated[int, typer.Option(min=1, help="Requests at a time; fewer where memory ends.")] = D.batch,
+    limit: Annotated[int | None, typer.Option(min=1, help="Answer no more prompts than this.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of temperatures and of all draws.")] = D.seed,
+    format: Annotated[
+        Literal["auto", "parquet", "jsonl"], typer.Option(help="Of the shards; auto is what pyarrow allows.")
+    ] = "auto",
+    shard_rows: Annotated[int, typer.Option(min=1, help="Answers a shard.")] = D.shard_rows,
+    attention: Annotated[
+        Literal["sdpa", "flex", "triton"] | None, typer.Option(help="By default triton on CUDA where it is installed.")
+    ] = None,
+    no_cuda_graphs: Annotated[bool, typer.Option("--no-cuda-graphs", help="Run step by step.")] = False,
+) -> int:
+    """Let a model answer prompts. Can be killed at any time and started again with the same command."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "auto")
+    temperatures, graphs = temperature_mix or (), not no_cuda_graphs
+    with refusing():
+        options = AnswerOptions(max_new_tokens, temperatures, seed, batch, attention, graphs, format, shard_rows)
+        conversations = prompts.read(files, limit)
+        base, tokenizer = hub.load(model, dtype=dtype, device=device)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves through the folder's exit, which saves
     began = time.monotonic()
-    manifest = answer(model, tokenizer, conversations, args.output, options)
-    print(json.dumps({"folder": str(args.output), "seconds": round(time.monotonic() - began, 1), **manifest["counts"]}))
+    manifest = answer(base, tokenizer, conversations, output, options)
+    print(json.dumps({"folder": str(output), "seconds": round(time.monotonic() - began, 1), **manifest["counts"]}))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from selfspec.training.prompts import read_rows, shard_files
+from selfspec.prompts import read_rows
+from selfspec.training.shards import shard_files
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,19 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from selfspec.training.prompts import read_rows, shard_files
+from selfspec.prompts import read_rows
 
 MANIFEST = "manifest.json"
 VERSION = 1
 FORMATS = {"parquet": ".parquet", "jsonl": ".jsonl.gz"}
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")  # of files of rows that anybody wrote
 Row = dict[str, Any]  # id, prompt_ids, answer_ids, temperature, finish_reason
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The shards of an answer folder, in order; any rows' files where it was not made by `selfspec answer`."""
+    files = sorted(f for f in folder.iterdir() if f.name.endswith(SUFFIXES))
+    return [f for f in files if f.name.startswith("answers-")] or files
 
 
 class AnswerFolder:

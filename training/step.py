@@ -31,7 +31,7 @@ def run_clean(backbone: Backbone, pack: Pack) -> tuple[PrefixCache, Tensor, Tens
     start = torch.zeros(n, dtype=torch.long, device=pack.tokens.device)
     cache = PrefixCache(backbone.n_layers)
     hidden = backbone(RowLayout(pack.positions, start, s, segments=pack.segments), cache, pack.tokens)
-    cache.recording = False
+    cache.freeze()
     return cache, hidden.clean, hidden.taps
 
 
@@ -57,8 +57,7 @@ def compile_layers(backbone: Backbone, **options) -> None:
     """
     run = torch.compile(_layer_function(backbone.cache_name), dynamic=False, **options)
     for i, layer in enumerate(backbone.layers):
-        window = _window(layer, backbone.config, backbone.layer_types[i])
-        backbone.layers[i] = _Compiled(layer, window, run, backbone.cache_name)
+        backbone.layers[i] = _Compiled(layer, backbone.windows[i], run, backbone.cache_name)
 
 
 class _Compiled(nn.Module):
@@ -74,7 +73,7 @@ class _Compiled(nn.Module):
         cache = kwargs[self.cache_name]
         rule = attention_mask
         mask = rule.blocks(self.window) if rule.backend is backend("flex") else rule.mask(self.window)
-        recording = cache.owner.recording
+        recording = cache.recording
         prefix = (None, None) if recording else (cache.keys, cache.values)
         attention = rule.backend.attention
         x, keys, values = self.run(self.layer, x, mask, attention, position_ids, position_embeddings, *prefix)
@@ -127,13 +126,3 @@ def _layer_function(cache_name: str) -> Callable:
         return y[0] if isinstance(y, tuple) else y, *cache.new
 
     return run
-
-
-def _window(layer: nn.Module, config, kind: str) -> int | None:
-    """The sliding window that a layer hands to its attention."""
-    for module in layer.modules():
-        if "sliding_window" in module.__dict__:
-            return module.__dict__["sliding_window"]
-    if kind == "sliding_attention" or not getattr(config, "layer_types", None):
-        return getattr(config, "sliding_window", None)
-    return None

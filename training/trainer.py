@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from selfspec import hub
 from selfspec.adapters import MaskPathModel
 from selfspec.backbone import Backbone
+from selfspec.terminal import refusing
 from selfspec.training import anchors as anchoring
 from selfspec.training import checkpoint
 from selfspec.training.anchors import Groups
@@ -356,20 +356,19 @@ class Trainer:
             f.write(line + "\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`selfspec train`: `[--config FILE] [key=value ...]`. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="selfspec train", description="Train an adapter on a model's own answers.")
-    parser.add_argument("--config", help="YAML or JSON file with the fields of TrainConfig")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="fields, e.g. lr=3e-4 adapter.block_size=16")
-    args = parser.parse_args(argv)
-    try:
-        config = TrainConfig.load(args.config, args.overrides)
-        if not config.model or not config.data:
+def main(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE...", help="Fields of TrainConfig, as lr=3e-4 adapter.block_size=16."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML or JSON file with such fields.")] = None,
+) -> int:
+    """Train an adapter on a model's own answers."""
+    with refusing():
+        settings = TrainConfig.load(config, overrides or ())
+        if not settings.model or not settings.data:
             raise ValueError("name a model and data: model=FOLDER data=ANSWERS")
-        trainer = Trainer(config)
-    except (ValueError, FileNotFoundError) as error:
-        print(f"selfspec train: {error}", file=sys.stderr)
-        return 2
+        trainer = Trainer(settings)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stop", True))
     trainer.train()

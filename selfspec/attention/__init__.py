@@ -7,6 +7,7 @@ Hkv, K, Dv], rule, window, scale, softcap, sinks)` returns [N, H, R, Dv], where 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
@@ -45,11 +46,15 @@ class AttentionRule:
         layout: the forward.
         n_keys: K, length of the slot axis that attention reads.
         name: of the backend.
-        asked: collects the windows that layers ask for, where that is not known yet.
+        asked: collects the windows that layers ask for, in their order, where that is not known yet.
+
+    Attributes:
+        window: stands in for the window that a layer asks for, where its model says so in the mask alone.
     """
 
-    def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa", asked: set[int | None] | None = None):
+    def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa", asked: list[int | None] | None = None):
         self.layout, self.n_keys, self.backend, self.asked = layout, n_keys, backend(name), asked
+        self.window: int | None = None
         self._masks: dict[int | None, Tensor] = {}
         self._blocks: dict[int | None, Any] = {}
         self._compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
@@ -60,10 +65,17 @@ class AttentionRule:
             self.backend.prepare(self, window)
         return self
 
+    def within(self, window: int) -> AttentionRule:
+        """The same rule for layers that have a window and do not ask for it."""
+        rule = copy.copy(self)
+        rule.window = window
+        return rule
+
     def run(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, *how) -> Tensor:
         """Attention of the forward's rows by the chosen backend. Returns [N, H, R, Dv]."""
         if self.asked is not None:
-            self.asked.add(window)
+            self.asked.append(window)
+        window = self.window or window
         return self.backend.attention(query, key, value, self, window, *how)
 
     def mask(self, window: int | None) -> Tensor:

@@ -16,7 +16,12 @@ def greedy(tree: DraftTree, logits: Tensor) -> Accepted:
         tree: N trees of M nodes.
         logits: [N, M, V] the base model's logits after each node.
     """
-    return walk(tree, logits.argmax(-1))
+    return walk(tree, best(logits))
+
+
+def best(logits: Tensor) -> Tensor:
+    """The most probable token, the first on ties; in float32 at most, as transformers compares. [..., V] -> [...]"""
+    return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
 
 
 def walk(tree: DraftTree, targets: Tensor) -> Accepted:

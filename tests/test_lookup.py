@@ -1,0 +1,49 @@
+"""Prompt lookup: drafts from the text itself, for any model without an adapter."""
+
+import pytest
+import torch
+from tiny import model_of, reference
+
+from selfspec import SelfSpecModel
+from selfspec.draft.lookup import Index, lookup
+
+
+def naive(tokens: list[int], n: int) -> list[int]:
+    """The definition: the longest ending (3, then 2 tokens) that stood before, at its last place."""
+    for size in (3, 2):
+        ending = tokens[-size:]
+        for at in range(len(tokens) - 1, size - 1, -1):
+            if len(ending) == size and tokens[at - size : at] == ending:
+                return tokens[at : at + n]
+    return []
+
+
+def test_index_equals_the_definition():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 3, (60,), generator=generator).tolist()
+    index, hits = Index(), 0
+    for i, token in enumerate(tokens):
+        index.extend([token])
+        want = naive(tokens[: i + 1], 4)
+        assert index.guess(4) == want
+        hits += bool(want)
+    assert hits > 20
+
+
+def test_ragged_guesses_become_chains():
+    tree = lookup(torch.tensor([5, 6]), [[1, 2], []])
+    assert tree.parents is None and tree.tokens.tolist() == [[5, 1, 2], [6, -1, -1]]
+    assert lookup(torch.tensor([5]), [[]]).tokens.tolist() == [[5]]
+
+
+@pytest.mark.parametrize("slots", [None, 1, 2])
+def test_lookup_is_exact_and_the_default_without_an_adapter(slots):
+    model = model_of()
+    prompts = [[3, 4, 5, 3, 4], [5, 6, 7, 5, 6, 7, 5], [9, 3]]
+    engine = SelfSpecModel(model)
+    assert engine.plan().mode == "lookup"
+    out = engine.generate(prompts, max_new_tokens=30, eos_token_id=None, pad_token_id=0, slots=slots)
+    width = max(map(len, prompts))
+    assert out[:, width:].tolist() == reference(model, prompts, 30)
+    assert engine.stats.tau > 1.05  # greedy text of a small random model repeats itself
+    assert engine.stats.drafts == 0 and engine.stats.rounds == sum(s.rounds for s in engine.request_stats)
