@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 
 from selfspec import settings
+from selfspec.penalties import PresenceFrequencyPenalty
 from selfspec.request import Request
 from selfspec.sampling import Pipeline, Sampling, seeds_of
 
@@ -28,6 +29,8 @@ class Extras:
         prefix_allowed_tokens_fn: (prompt's index, [t] long) -> allowed token ids.
         tokenizer: for `stop_strings`.
         seed: see `selfspec.sampling.seeds_of`.
+        presence_penalty: see `selfspec.penalties`, as for the next.
+        frequency_penalty: likewise.
         pipelines: ready-made, one an answer; then nothing is built from configuration and processors.
     """
 
@@ -36,6 +39,8 @@ class Extras:
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None
     tokenizer: Any = None
     seed: int | list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     pipelines: Sequence[Pipeline] | None = None
 
 
@@ -73,7 +78,8 @@ def build_requests(
         pipeline = shared if extras.pipelines is None else extras.pipelines[i]
         if pipeline is None:
             allowed = _for_prompt(extras.prefix_allowed_tokens_fn, i // copies)
-            pipeline = Pipeline(processors_of(model, config, prompt, width, cap, custom[i], allowed))
+            given = [*penalties_of(extras, prompt), *custom[i]]
+            pipeline = Pipeline(processors_of(model, config, prompt, width, cap, given, allowed))
             shared = pipeline if pipeline.pure and custom[i] is custom[0] else None
         request = Request(prompt, cap, eos, criteria=criteria)
         if sample or pipeline.processors or any(keep):
@@ -111,6 +117,12 @@ def processors_of(
         device=model.device,
         model_kwargs={},
     )
+
+
+def penalties_of(extras: Extras, prompt: list[int]) -> list[Any]:
+    """The penalties that transformers lacks."""
+    presence, frequency = extras.presence_penalty or 0.0, extras.frequency_penalty or 0.0
+    return [PresenceFrequencyPenalty(presence, frequency, len(prompt))] if presence or frequency else []
 
 
 def _criteria(model: PreTrainedModel, config: GenerationConfig, extras: Extras) -> StoppingCriteriaList | None:

@@ -96,6 +96,8 @@ class SelfSpecModel:
         stopping_criteria: Sequence[Any] | None = None,
         prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
         tokenizer: Any = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
         seed: int | list[int] | None = None,
         verify: str | None = None,
         mode: str | None = None,
@@ -122,6 +124,8 @@ class SelfSpecModel:
             stopping_criteria: likewise.
             prefix_allowed_tokens_fn: likewise.
             tokenizer: needed by `stop_strings`; the model's own if it has one.
+            presence_penalty: taken once from the score of every token that the answer holds (transformers has none).
+            frequency_penalty: taken once for each time that it does.
             seed: of sampling, one number or one a prompt; by default drawn from torch's global generator.
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
             mode: "ar", "lookup", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an
@@ -147,7 +151,8 @@ class SelfSpecModel:
         if attention_mask is None and pad is not None and pad not in eos:
             attention_mask = ids != pad
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        extras = Extras(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, seed)
+        penalties = presence_penalty, frequency_penalty
+        extras = Extras(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, seed, *penalties)
         plan = self.plan(mode, block_size, tree_nodes)
         return self.answer(ids, attention_mask, config, extras, plan, verify, streamer, slots)
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessorList, logits_process
 
+from selfspec.penalties import PresenceFrequencyPenalty
+
 CHUNK = 1 << 22  # scores perturbed at a time: the noise is float64, and its hashing needs a few copies
 DRAFT, ACCEPT, RESIDUAL = 1, 2, 3  # streams of noise that must not depend on one another
 
@@ -108,6 +110,7 @@ STATELESS = PURE | _types(
     *("EncoderNoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor", "ForcedBOSTokenLogitsProcessor"),
     *("ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor"),
 )
+STATELESS |= {PresenceFrequencyPenalty}
 
 
 class Pipeline:

@@ -223,3 +223,19 @@ def test_scores_of_a_batch_end_with_its_longest_answer():
     for row, length in enumerate(lengths):
         assert steps[row, :length].argmax(-1).tolist() == answers[row][:length]
         assert not steps[row, length:].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_presence_and_frequency_penalties_by_hand(mode):
+    """Each token from the model's own logits; what was only drafted, or stands in the prompt, is not penalised."""
+    model, text = model_of(), list(PROMPT)
+    for _ in range(N):
+        with torch.no_grad():
+            scores = model(torch.tensor([text])).logits[0, -1].float()
+        for token in set(text[len(PROMPT) :]):
+            scores[token] -= 0.4 + 0.9 * text[len(PROMPT) :].count(token)
+        text.append(int(scores.argmax()))
+    decoder = SelfSpecModel(model, path_of(model))
+    arguments = dict(max_new_tokens=N, do_sample=False, mode=mode)
+    got = decoder.generate(ONE, presence_penalty=0.4, frequency_penalty=0.9, **arguments)
+    assert got[0].tolist() == text != decoder.generate(ONE, **arguments)[0].tolist()

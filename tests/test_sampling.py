@@ -25,7 +25,7 @@ SETTINGS = {
     "min_p": dict(min_p=0.2),
     "typical_p": dict(typical_p=0.7, top_k=None),
     "cutoffs": dict(epsilon_cutoff=0.05, eta_cutoff=0.05),
-    "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2, temperature=0.8),
+    "penalties": dict(repetition_penalty=1.3, no_repeat_ngram_size=2, temperature=0.8, presence_penalty=0.5),
     "a processor": dict(logits_processor=[lambda ids, scores: scores.roll(int(ids[0, -1]), 1)]),
     "suppressed": dict(suppress_tokens=[7, 3], renormalize_logits=True),
     "eos": dict(eos_token_id=[3, 7], min_new_tokens=4, temperature=1.5),
