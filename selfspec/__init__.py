@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["SelfSpecModel", "__version__"]
+__all__ = ["SelfSpecModel", "__version__", "custom_generate"]
 
 if TYPE_CHECKING:
+    from selfspec.hf_generate import custom_generate
     from selfspec.model import SelfSpecModel
 
 
@@ -15,4 +16,8 @@ def __getattr__(name: str):
         from selfspec.model import SelfSpecModel
 
         return SelfSpecModel
+    if name == "custom_generate":
+        from selfspec.hf_generate import custom_generate
+
+        return custom_generate
     raise AttributeError(f"module 'selfspec' has no attribute {name!r}")

@@ -17,7 +17,7 @@ from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
 from selfspec.draft.block import ban_mask, draft_inputs
-from selfspec.verify import Accepted
+from selfspec.verify import Accept, Accepted
 from selfspec.verify.greedy import best, greedy
 
 
@@ -36,7 +36,14 @@ class State:
     features: Tensor | None = None
 
 
-def prefill(backbone: Backbone, cache: KVCache, prompts: list[list[int]], first: int = 0, chunk: int = 512) -> State:
+def prefill(
+    backbone: Backbone,
+    cache: KVCache,
+    prompts: list[list[int]],
+    first: int = 0,
+    chunk: int = 512,
+    accept: Accept | None = None,
+) -> State:
     """Commit prompts and emit each one's first token.
 
     Args:
@@ -45,6 +52,7 @@ def prefill(backbone: Backbone, cache: KVCache, prompts: list[list[int]], first:
         prompts: token ids, ragged, none empty.
         first: cache slot of the first prompt.
         chunk: positions a forward, so that memory does not grow with the square of the prompt.
+        accept: chooses the first tokens; None is greedy. It sees a tree of nothing but each prompt's last token.
     """
     device, n = backbone.device, len(prompts)
     done = [0] * n
@@ -63,13 +71,34 @@ def prefill(backbone: Backbone, cache: KVCache, prompts: list[list[int]], first:
                 taps[i] = None if hidden.taps is None else hidden.taps[i, len(part) - 1]
     logits = backbone.logits(torch.stack([h for h in last if h is not None])[:, None])  # [N, 1, V]
     features = [t for t in taps if t is not None]
-    return State(best(logits[:, 0]), torch.tensor(done, device=device), torch.stack(features) if features else None)
+    start = torch.tensor(done, device=device)
+    if accept is None:
+        anchor = best(logits[:, 0])
+    else:
+        ends = DraftTree(torch.tensor([[p[-1]] for p in prompts], device=device))
+        anchor = accept(ends, logits, start - 1).tokens[:, 0]
+    return State(anchor, start, torch.stack(features) if features else None)
 
 
 def verify(
-    backbone: Backbone, cache: KVCache, state: State, tree: DraftTree, group_size: int = 0, causal: bool = False
+    backbone: Backbone,
+    cache: KVCache,
+    state: State,
+    tree: DraftTree,
+    group_size: int = 0,
+    causal: bool = False,
+    accept: Accept | None = None,
 ) -> tuple[Accepted, Hidden]:
     """One forward over the tree, with a draft group of `group_size` masks on every node when that is not 0.
+
+    Args:
+        backbone: the model.
+        cache: committed up to the anchor's position.
+        state: of the requests.
+        tree: their candidates.
+        group_size: masks of a group.
+        causal: groups are causal.
+        accept: chooses the path; None is greedy.
 
     Returns:
         The accepted path, and the hidden states of the forward.
@@ -84,7 +113,8 @@ def verify(
         layout = rows.overlapped(clean, nodes, group_size, causal)
         inputs = draft_inputs(None, n, group_size, m, state.start.device)
     hidden = backbone(layout, cache, tree.tokens.clamp(min=0), inputs)
-    return greedy(tree, backbone.logits(hidden.clean)), hidden
+    logits = backbone.logits(hidden.clean)  # [N, M, V]
+    return greedy(tree, logits) if accept is None else accept(tree, logits, state.start), hidden
 
 
 def commit(

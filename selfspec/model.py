@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 from selfspec import hub, settings
 from selfspec.adapters import MaskPathModel, io
 from selfspec.backbone import Backbone
+from selfspec.generation import Extras, build_requests, output_of, prompts_of
 from selfspec.plan import Plan
 from selfspec.session import Request, Session, fitting
 from selfspec.shadow import table_of
@@ -91,13 +92,23 @@ class SelfSpecModel:
         input_ids: Tensor | Prompts | None = None,
         attention_mask: Tensor | None = None,
         streamer: BaseStreamer | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        stopping_criteria: Sequence[Any] | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        tokenizer: Any = None,
+        seed: int | list[int] | None = None,
+        verify: str | None = None,
         mode: str | None = None,
         block_size: int | None = None,
         tree_nodes: int = 16,
         slots: int | None = None,
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Greedy generation, token for token what `model.generate(..., do_sample=False)` gives.
+        """What `model.generate` gives, sooner.
+
+        Greedy text is token for token transformers' own. Sampled text follows the same distribution, and the same seed
+        gives the same text in every mode, batch and block size (with `verify="coupled"`). Processors see each answer's
+        own text without padding, once per emitted token.
 
         Args:
             inputs: [N, T] long prompts, padded on either side; or a list of token lists, or of strings, which the
@@ -106,7 +117,13 @@ class SelfSpecModel:
             input_ids: the same as `inputs`.
             attention_mask: [N, T], 0 on padding. Without it the pad token is padding, unless it is also an EOS, as in
                 transformers.
-            streamer: gets the prompt, then each round's committed tokens (one prompt only).
+            streamer: gets the prompt, then each round's committed tokens (one answer only).
+            logits_processor: as in transformers; see `selfspec.generation.Extras` for these four.
+            stopping_criteria: likewise.
+            prefix_allowed_tokens_fn: likewise.
+            tokenizer: needed by `stop_strings`; the model's own if it has one.
+            seed: of sampling, one number or one a prompt; by default drawn from torch's global generator.
+            verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
             mode: "ar", "lookup", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an
                 adapter and "lookup" without.
             block_size: tokens verified per round in a chain; by default the adapter's.
@@ -116,7 +133,7 @@ class SelfSpecModel:
 
         Returns:
             [N, T + longest answer] long: the prompts as given, then the answers, padded on the right; with
-            `return_dict_in_generate` as the `sequences` of transformers' output class.
+            `return_dict_in_generate` transformers' output class.
 
         Raises:
             ValueError: an argument that this release does not act on, or a prompt that does not fit.
@@ -129,42 +146,62 @@ class SelfSpecModel:
         attention_mask = attention_mask if listed is None else listed
         if attention_mask is None and pad is not None and pad not in eos:
             attention_mask = ids != pad
-        prompts = _prompts(ids, attention_mask)
-        cap = self._cap(config, prompts, ids.shape[1])
-        if streamer is not None and len(prompts) > 1:
-            raise ValueError("a streamer takes one prompt at a time")
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
+        extras = Extras(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, seed)
+        plan = self.plan(mode, block_size, tree_nodes)
+        return self.answer(ids, attention_mask, config, extras, plan, verify, streamer, slots)
+
+    def answer(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        config: GenerationConfig,
+        extras: Extras,
+        plan: Plan,
+        verify: str | None = None,
+        streamer: BaseStreamer | None = None,
+        slots: int | None = None,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """`generate`, once all that it was given has been read."""
+        if verify is not None and not config.do_sample:
+            raise ValueError(f"verify={verify!r}: greedy decoding has one way to verify; pass do_sample=True")
+        prompts = prompts_of(ids, mask)
+        cap, copies = self._cap(config, prompts, ids.shape[1]), config.num_return_sequences or 1
+        if streamer is not None and len(prompts) * copies > 1:
+            raise ValueError("a streamer takes one prompt at a time, with one answer")
+        requests = build_requests(self.model, config, prompts, ids.shape[1], cap, extras)
         if streamer is not None:
             streamer.put(ids.cpu())
-        requests = [Request(p, cap, frozenset(eos)) for p in prompts]
-        plan = self.plan(mode, block_size, tree_nodes)
-        for tokens in self.run(requests, plan, slots):
+        for tokens in self.run(requests, plan, slots, verify or "coupled"):
             if streamer is not None and tokens:
                 streamer.put(torch.tensor(tokens))
         if streamer is not None:
             streamer.end()
         self.request_stats = [r.stats for r in requests]
         self.stats = total(self.request_stats)
-        sequences = _padded(ids, requests, pad or 0)
-        if config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
-        return sequences
+        return output_of(ids, requests, config, copies)
 
-    def run(self, requests: list[Request], plan: Plan, slots: int | None = None) -> Iterator[list[int]]:
+    def run(
+        self, requests: list[Request], plan: Plan, slots: int | None = None, verify: str = "coupled"
+    ) -> Iterator[list[int]]:
         """Decode requests to their end; those that find no free slot wait.
 
         Args:
             requests: what to decode; each holds its output and stats afterwards.
             plan: how.
             slots: requests at a time; by default as many as fit into memory.
+            verify: how drawn tokens are verified.
 
         Yields:
             What the first request emits, round by round.
         """
         if slots is not None and slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
+        if not requests:
+            return
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
         slots = min(slots or fitting(self.backbone, capacity), len(requests))
-        session = Session(self.backbone, plan, slots, capacity)
+        session = Session(self.backbone, plan, slots, capacity, verify)
         for request in requests:
             session.check(request)
         waiting = list(requests)
@@ -246,30 +283,3 @@ def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     return ids, torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-
-
-def _prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Token lists without their padding."""
-    if mask is None:
-        return ids.tolist()
-    if mask.shape != ids.shape:
-        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, the prompt {tuple(ids.shape)}")
-    out = []
-    for i, (row, keep) in enumerate(zip(ids.tolist(), mask.bool().tolist())):
-        kept = [t for t, k in zip(row, keep) if k]
-        if not kept:
-            raise ValueError(f"prompt {i} is empty: its attention_mask is all zeros")
-        first = keep.index(True)
-        if not all(keep[first : first + len(kept)]):
-            raise ValueError(
-                f"prompt {i}: the attention_mask has holes between tokens (without a mask, every pad token counts as "
-                "padding; pass attention_mask if it stands in the text)"
-            )
-        out.append(kept)
-    return out
-
-
-def _padded(ids: Tensor, requests: list[Request], pad: int) -> Tensor:
-    longest = max(len(r.output) for r in requests)
-    rows = [r.output + [pad] * (longest - len(r.output)) for r in requests]
-    return torch.cat([ids, torch.tensor(rows, dtype=ids.dtype, device=ids.device).reshape(len(rows), longest)], 1)

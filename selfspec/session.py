@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import torch
@@ -10,49 +10,19 @@ from torch import Tensor
 
 from selfspec import decode
 from selfspec.backbone import Backbone
+from selfspec.choose import Chooser
 from selfspec.clock import Clock
 from selfspec.decode import State
-from selfspec.draft import DraftTree, chain_of
+from selfspec.draft import DraftTree
 from selfspec.draft.block import propose
 from selfspec.draft.lookup import Index, lookup
-from selfspec.draft.tree import best_first
 from selfspec.plan import Plan
-from selfspec.stats import Stats
+from selfspec.request import Request
+from selfspec.verify import CHAINS, Accept
+
+__all__ = ["Request", "Session"]
 
 PREFILL_CHUNK = 512
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt on its way to an answer.
-
-    Attributes:
-        prompt: token ids, not empty.
-        max_new_tokens: cap on emitted tokens, at least 1.
-        eos: token ids that end the answer (kept in it, as transformers does).
-        output: emitted tokens so far.
-        finish_reason: "stop" or "length" once it has ended.
-        stats: rounds and acceptance.
-    """
-
-    prompt: list[int]
-    max_new_tokens: int
-    eos: frozenset[int] = frozenset()
-    output: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stats: Stats = field(default_factory=Stats)
-    index: Index | None = None  # of prompt and output, where drafts are looked up
-
-    def take(self, tokens: list[int]) -> list[int]:
-        """Append what was emitted, up to the first EOS or the cap, and note why it ended. Returns what was kept."""
-        kept = tokens[: self.max_new_tokens - len(self.output)]
-        end = next((i for i, t in enumerate(kept) if t in self.eos), None)
-        if end is not None:
-            kept, self.finish_reason = kept[: end + 1], "stop"
-        self.output += kept
-        if self.finish_reason is None and len(self.output) >= self.max_new_tokens:
-            self.finish_reason = "length"
-        return kept
 
 
 class Session:
@@ -63,13 +33,20 @@ class Session:
         plan: what rounds do.
         slots: requests at a time.
         capacity: positions per request (prompt and answer).
+        verify: how drawn tokens are verified, a name in `selfspec.verify.VERIFIERS`; greedy requests need "coupled".
 
     Raises:
-        ValueError: the plan needs a layout or a block that the mask path was not trained for.
+        ValueError: the plan needs a layout or a block that the mask path was not trained for, or the verifier does not
+            take its drafts.
     """
 
-    def __init__(self, backbone: Backbone, plan: Plan, slots: int, capacity: int):
+    def __init__(self, backbone: Backbone, plan: Plan, slots: int, capacity: int, verify: str = "coupled"):
         self.backbone, self.plan = backbone, plan
+        self.chooser = Chooser(verify)
+        if plan.tree and verify in CHAINS:
+            raise ValueError(f"verify={verify!r} is for chains; trees take 'coupled' or 'multi'")
+        if plan.lookup and self.chooser.draws:
+            raise ValueError(f"verify={verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
         self.config = getattr(backbone.path, "config", None)
         plan.require(self.config)
         nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
@@ -88,6 +65,7 @@ class Session:
         """
         for r in requests:
             self.check(r)
+            r.device, r.drawn = self.backbone.device, self.chooser.draws
         if not requests:
             return []
         first = len(self.active)
@@ -96,7 +74,8 @@ class Session:
         for slot in range(first, first + len(requests)):
             self.cache.crop(0, slot)
         clock = Clock(self.backbone.device)
-        state = decode.prefill(self.backbone, self.cache, [r.prompt for r in requests], first, PREFILL_CHUNK)
+        prompts, accept = [r.prompt for r in requests], self._accept(requests)
+        state = decode.prefill(self.backbone, self.cache, prompts, first, PREFILL_CHUNK, accept)
         self.state = state if self.state is None or not self.active else _join(self.state, state)
         self.saved = None  # the new requests have none; all redraft once
         self.active += requests
@@ -124,6 +103,7 @@ class Session:
         length, new = len(request.prompt), request.max_new_tokens
         if length + new > limit:
             raise ValueError(f"a prompt of {length} tokens and {new} new ones exceed {limit} positions")
+        self.chooser.check(request)
 
     @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:
@@ -134,7 +114,8 @@ class Session:
         clock.lap("draft")
         group = self.plan.block_size if self.plan.overlap else 0
         causal = self.config.causal if self.config is not None else False
-        accepted, hidden = decode.verify(self.backbone, self.cache, self.state, tree, group, causal)
+        accept = self._accept(self.active)
+        accepted, hidden = decode.verify(self.backbone, self.cache, self.state, tree, group, causal, accept)
         clock.lap("verify")
         self.saved = decode.saved_draft(self.backbone, accepted, hidden, group, self.config) if group else None
         self.state, emitted = decode.commit(self.cache, self.state, tree, accepted, hidden)
@@ -162,9 +143,14 @@ class Session:
             depth = 1 - self.config.entry / self.backbone.n_layers
             for r in self.active:
                 r.stats.drafts += depth
-        if self.plan.tree:
-            return best_first(state.anchor, logits[:, : size - 1], self.plan.tree_nodes)
-        return chain_of(state.anchor, logits[:, : size - 1])
+        nodes = self.plan.tree_nodes if self.plan.tree else None
+        return self.chooser.tree(self.active, state.anchor, state.start, logits[:, : size - 1], nodes)
+
+    def _accept(self, requests: list[Request]) -> Accept | None:
+        """How these requests' tokens are chosen; None where all are greedy on bare logits."""
+        if all(r.sampling is None for r in requests) and not self.chooser.draws:
+            return None
+        return partial(self.chooser.accept, requests)
 
     def _guess(self, request: Request, n: int) -> list[int]:
         """What the request's own text suggests to come next."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import POSITIONS, PROMPT, RAGGED, VOCAB, OraclePath, build, model_of, path_of, reference
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+from transformers import GenerationConfig, TextStreamer
 
 from selfspec import SelfSpecModel
 
@@ -142,50 +142,28 @@ def test_one_new_token_comes_from_the_prefill():
 
 
 REFUSED = {
-    "do_sample": True,
     "num_beams": 2,
-    "repetition_penalty": 1.3,
-    "encoder_repetition_penalty": 1.2,
-    "no_repeat_ngram_size": 1,
-    "min_length": 11,
-    "min_new_tokens": 1,
-    "max_time": 1.0,
-    "stop_strings": ["a"],
-    "bad_words_ids": [[3]],
-    "suppress_tokens": [3],
-    "begin_suppress_tokens": [3],
-    "sequence_bias": {(3,): 1.0},
-    "forced_bos_token_id": 1,
-    "forced_eos_token_id": 1,
-    "exponential_decay_length_penalty": (2, 1.1),
     "guidance_scale": 1.5,
     "num_return_sequences": 2,
-    "renormalize_logits": True,
-    "remove_invalid_values": True,
-    "output_scores": True,
-    "output_logits": True,
     "output_attentions": True,
     "output_hidden_states": True,
     "token_healing": True,
     "prompt_lookup_num_tokens": 1,
     "assistant_early_exit": 1,
     "cache_implementation": "quantized",
-    "watermarking_config": dict(bias=2.0),
     "dola_layers": "high",
     "penalty_alpha": 0.6,
     "constraints": [1],
     "force_words_ids": [[1]],
-    "logits_processor": LogitsProcessorList([lambda ids, scores: scores]),
-    "stopping_criteria": StoppingCriteriaList([lambda ids, scores: True]),
-    "prefix_allowed_tokens_fn": lambda batch, ids: [1],
     "assistant_model": "a model",
     "custom_generate": lambda *a, **k: None,
     "synced_gpus": True,
     "negative_prompt_ids": ONE,
-    "tokenizer": "a tokenizer",
     "inputs_embeds": torch.zeros(1, 2, 32),
     "position_ids": ONE,
     "past_key_values": object(),
+    "seed": 3,
+    "verify": "block",
     "max_new_token": 3,  # a slip of the pen
     "no_such_thing": 1,
 }
@@ -197,9 +175,7 @@ def test_what_would_be_ignored_is_refused_by_name(name):
         speculative().generate(ONE, **{"max_new_tokens": 4, name: REFUSED[name]})
 
 
-@pytest.mark.parametrize(
-    "name", ["repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "num_beams", "do_sample"]
-)
+@pytest.mark.parametrize("name", ["num_beams", "guidance_scale", "token_healing"])
 @pytest.mark.parametrize("given", ["config", "model"])
 def test_a_configuration_object_is_read_as_strictly(name, given):
     model = build()
@@ -216,8 +192,6 @@ def test_a_configuration_object_is_read_as_strictly(name, given):
 def test_a_model_that_samples_by_default_can_be_asked_not_to():
     model = build()
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, pad_token_id=PAD)
-    with pytest.raises(ValueError, match="do_sample=False"):
-        speculative(model).generate(ONE, max_new_tokens=4)
     got = speculative(model).generate(ONE, max_new_tokens=6, do_sample=False)
     assert torch.equal(got, own(model, ONE, max_new_tokens=6))
     assert model.generation_config.do_sample and model.generation_config.max_new_tokens is None

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from selfspec import rows
 from selfspec.backbone import Backbone
 from selfspec.graphs import Graphs, capturable
+from selfspec.sampling import uniform
 
 SYNC = 16  # steps between two looks of the host
 KEYS = 64  # K is a multiple of this: few graphs, and the alignment that fused attention wants of its mask
@@ -254,21 +255,3 @@ def choose(logits: Tensor, temperature: Tensor, seed: Tensor, count: Tensor) -> 
     mass = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
     drawn = (mass <= uniform(seed, count)[:, None] * mass[:, -1:]).sum(-1)
     return torch.where(temperature > 0, drawn, logits.argmax(-1))
-
-
-def uniform(seed: Tensor, count: Tensor) -> Tensor:
-    """The count-th number of a seed's sequence, in [0, 1), the same on every device (splitmix64). [n] float64"""
-    x = seed + (count + 1) * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return _shift(x ^ _shift(x, 31), 32).double() / 2.0**32
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(x: int) -> int:
-    """The int64 with the bits of an unsigned number."""
-    return x - (1 << 64) if x >= 1 << 63 else x

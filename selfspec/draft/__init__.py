@@ -16,10 +16,13 @@ class DraftTree:
     Attributes:
         tokens: [N, M] long; -1 never matches.
         parents: [N, M] long, a parent stands before its child; node 0 has -1, and so has padding. None means a chain.
+        probs: [N, T, V] float64, what the tokens at depths 1..T were drawn from, siblings without replacement and in
+            order; None where they were chosen otherwise.
     """
 
     tokens: Tensor
     parents: Tensor | None = None
+    probs: Tensor | None = None
 
     @property
     def n_nodes(self) -> int:

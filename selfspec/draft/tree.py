@@ -15,19 +15,21 @@ from torch import Tensor
 from selfspec.draft import DraftTree
 
 
-def best_first(anchor: Tensor, logits: Tensor, budget: int) -> DraftTree:
+def best_first(anchor: Tensor, logits: Tensor, budget: int, order: Tensor | None = None) -> DraftTree:
     """The `budget` most probable prefixes as a tree; the plain reference, built on the host.
 
     Args:
         anchor: [N] long.
         logits: [N, T, V] marginals of the T positions after the anchor.
         budget: nodes beside the anchor.
+        order: [N, T, K] long, the tokens that stand at ranks 0..K-1 instead of the most probable ones.
 
     Returns:
         A tree of budget + 1 nodes (fewer possible prefixes leave padding).
     """
     k = min(budget, logits.shape[-1])
     top, ids = logits.float().log_softmax(-1).topk(k, -1)  # [N, T, K]
+    ids = ids if order is None else order
     trees = [_grow(top[i].tolist(), ids[i].tolist(), budget) for i in range(len(anchor))]
     tokens = torch.tensor([[-1, *t] for t, _ in trees], device=anchor.device)
     tokens[:, 0] = anchor

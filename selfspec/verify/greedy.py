@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec.draft import DraftTree
-from selfspec.verify import Accepted
+from selfspec.verify.accepted import Accepted
 
 
 def greedy(tree: DraftTree, logits: Tensor) -> Accepted:
