@@ -70,7 +70,7 @@ def test_a_criterion_ends_the_answer_at_every_offset_of_a_block(end, monkeypatch
     wanted = own(model, PROMPT, max_new_tokens=N, stopping_criteria=StoppingCriteriaList([theirs]))
     assert got.tolist() == wanted.tolist() and got.shape[1] == len(PROMPT) + end + 1
     assert criterion.seen == theirs.seen == [PROMPT + answer[:i] for i in range(1, end + 2)]
-    assert decoder.stats[0].tokens == end
+    assert decoder.stats.tokens == end
 
 
 @pytest.mark.parametrize("mode", MODES)
