@@ -136,7 +136,7 @@ def ready(options: Chosen, mode: str | None, cap: int) -> tuple[SelfSpecModel, S
         model = load_model(options)
         check_modes(model, (mode,) if mode else None, options)
     if model.path is None:
-        say("no adapter fits this model: it decodes plainly, one token a forward")
+        say("no adapter fits this model: drafts are looked up in the text, and most tokens cost a forward")
     return model, Settings(cap, mode, options.block_size, options.tree_nodes)
 
 

@@ -195,13 +195,15 @@ class SelfSpecModel:
             requests: what to decode; each holds its output and stats afterwards.
             plan: how.
             slots: requests at a time; by default as many as fit into memory.
-            verify: see `generate`.
+            verify: how drawn tokens are verified.
 
         Yields:
             What the first request emits, round by round.
         """
         if slots is not None and slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
+        if not requests:
+            return
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
         slots = min(slots or fitting(self.backbone, capacity), len(requests))
         session = Session(self.backbone, plan, slots, capacity, verify)

@@ -28,9 +28,9 @@ class Request:
         criteria: transformers' stopping criteria, asked after every emitted token.
         scores: [1, V] processed scores of each emitted token, if they are kept.
         logits: [1, V] logits of each emitted token, if they are kept.
-        index: of prompt and output, where drafts are looked up.
         device: where its text is kept for processors and criteria; its session says.
         drawn: the session's verifier draws whole paths, whatever the processors; likewise.
+        index: of prompt and output, where drafts are looked up in them.
     """
 
     prompt: list[int]
@@ -43,9 +43,9 @@ class Request:
     criteria: StoppingCriteriaList | None = None
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    index: Index | None = None
     device: torch.device | None = None
     drawn: bool = False
+    index: Index | None = None
     _text: Tensor | None = None
     _fresh: list[int] = field(default_factory=list)
 

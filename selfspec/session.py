@@ -46,7 +46,7 @@ class Session:
         if plan.tree and verify in CHAINS:
             raise ValueError(f"verify={verify!r} is for chains; trees take 'coupled' or 'multi'")
         if plan.lookup and self.chooser.draws:
-            raise ValueError(f"verify={verify!r} needs drafts drawn by a drafter; mode='lookup' takes 'coupled'")
+            raise ValueError(f"verify={verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
         self.config = getattr(backbone.path, "config", None)
         plan.require(self.config)
         nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
@@ -73,8 +73,8 @@ class Session:
             raise ValueError(f"{first} of {self.cache.slots} slots are taken; {len(requests)} more do not fit")
         for slot in range(first, first + len(requests)):
             self.cache.crop(0, slot)
-        clock, prompts = Clock(self.backbone.device), [r.prompt for r in requests]
-        accept = self._accept(requests)
+        clock = Clock(self.backbone.device)
+        prompts, accept = [r.prompt for r in requests], self._accept(requests)
         state = decode.prefill(self.backbone, self.cache, prompts, first, PREFILL_CHUNK, accept)
         self.state = state if self.state is None or not self.active else _join(self.state, state)
         self.saved = None  # the new requests have none; all redraft once

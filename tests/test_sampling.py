@@ -202,7 +202,7 @@ REFUSED = {
     "scores": (dict(output_scores=True, return_dict_in_generate=True), "output_scores"),
     "greedy": (dict(do_sample=False), "greedy"),
     "no such verifier": (dict(verify="typical"), "typical"),
-    "looked-up drafts": (dict(mode="lookup"), "lookup"),
+    "looked-up drafts": (dict(mode="lookup"), "looked-up"),
 }
 
 
