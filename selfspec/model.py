@@ -204,6 +204,8 @@ class SelfSpecModel:
             raise ValueError(f"slots={slots}: expected 1 or more")
         if not requests:
             return
+        if not requests:
+            return
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
         slots = min(slots or fitting(self.backbone, capacity), len(requests))
         session = Session(self.backbone, plan, slots, capacity, verify)
