@@ -15,6 +15,8 @@ class CopyDelta(nn.Module):
         dtype: of the copy.
     """
 
+    is_linear = True  # no more than its own weight and bias
+
     def __init__(self, base: nn.Linear, dtype: torch.dtype | None = None):
         super().__init__()
         self.weight = nn.Parameter(base.weight.detach().to(dtype or base.weight.dtype, copy=True))

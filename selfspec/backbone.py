@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec import attention
 from selfspec.attention import AttentionRule
 from selfspec.cache import KVCache, PrefixCache
+from selfspec.packed import pack, packable
 from selfspec.rows import RowLayout, chain
 from selfspec.shadow import (
     UnsupportedModel,
@@ -250,6 +251,16 @@ class Backbone(nn.Module):
         for i, layer in enumerate(self.layers):
             compiled: Any = torch.compile(layer, dynamic=False, **options)
             self.layers[i] = compiled
+
+    def pack(self) -> None:
+        """Lay weights out for fast decoding, where that helps (bfloat16 on a CPU). Training must not follow.
+
+        The user's model keeps its own weights; changes to them are not seen any more.
+        """
+        size = sum(p.numel() * p.element_size() for p in {*self.layers.parameters(), *self.head.parameters()})
+        if packable(self.device, self.dtype, size):
+            pack(self.layers)
+            pack(self.head)
 
     def new_cache(self, slots: int, capacity: int, tail: int) -> KVCache:
         """An empty cache for this model: `slots` requests of `capacity` positions, `tail` rows a forward."""

@@ -44,6 +44,7 @@ class SelfSpecModel:
             _follow(model, path)
         self.model, self.path, self.tokenizer = model, path, tokenizer
         self.backbone = Backbone(model, path)
+        self.backbone.pack()
         self.stats = Stats()
         self.request_stats: list[Stats] = []
 

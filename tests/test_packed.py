@@ -1,0 +1,47 @@
+"""Packed weights: the same products, in a shadow that leaves the user's model alone."""
+
+import pytest
+import torch
+from tiny import FAMILIES, RAGGED, build, path_of
+
+from selfspec import SelfSpecModel, rows
+from selfspec.backbone import Backbone
+from selfspec.packed import PackedLinear, packable
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(not packable(CPU, torch.bfloat16, 0), reason="no oneDNN here")
+
+
+@pytest.mark.parametrize("n_rows", [1, 5, 16, 40])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_products_are_the_linears(n_rows, bias):
+    torch.manual_seed(n_rows)
+    base = torch.nn.Linear(48, 80, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(2, n_rows + 3, 48, dtype=torch.bfloat16)[:, :n_rows]  # rows of a routed forward are a slice
+    with torch.no_grad():
+        want, got = base(x).float(), PackedLinear(base.weight, base.bias)(x).float()
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["Llama", "Phi3", "Qwen3Moe", "Cohere2"])
+@pytest.mark.parametrize("tuning", ["copy", "lora"])
+def test_a_packed_backbone_gives_the_same_logits(family, tuning):
+    assert family in FAMILIES
+    model = build(family, torch.bfloat16)
+    path = path_of(model, tuning=tuning)
+    plain, packed = Backbone(model, path), Backbone(model, path)
+    packed.pack()
+    assert any(isinstance(m, PackedLinear) for m in packed.layers.modules()) and isinstance(
+        packed.head.lm_head, PackedLinear
+    )
+    assert not any(isinstance(m, PackedLinear) for m in (*plain.modules(), *model.modules(), *path.modules()))
+    ids = torch.tensor([RAGGED[0]])
+    start = torch.zeros(1, dtype=torch.long)
+    a, b = (x.logits(x(rows.chain(start, ids.shape[1]), x.new_cache(1, 16, 16), ids).clean) for x in (plain, packed))
+    torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_models_in_other_dtypes_are_left_as_they_are():
+    engine = SelfSpecModel(build(dtype=torch.float32))
+    assert not any(isinstance(m, PackedLinear) for m in engine.backbone.modules())
