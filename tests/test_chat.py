@@ -9,13 +9,7 @@ from selfspec.chat import Settings, fitted, respond
 from selfspec.model import SelfSpecModel
 from selfspec.verify.greedy import walk
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
