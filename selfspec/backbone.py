@@ -163,6 +163,11 @@ class Backbone(nn.Module):
         return self.embeddings.weight.dtype  # type: ignore[return-value]
 
     @property
+    def n_features(self) -> int:
+        """Width of the mask path's features."""
+        return 0 if self.path is None else len(self.path.taps) * self.config.hidden_size
+
+    @property
     def vocab_size(self) -> int:
         return self.embeddings.weight.shape[0]  # type: ignore[index,return-value]
 

@@ -1,7 +1,8 @@
 """Key/value storage; each layer sees its own part of it behind transformers' `Cache` interface.
 
 `KVCache` serves decoding: static slots per request, so that slot s of a request holds its position s, and a scratch
-tail for the rows of the running forward. Only `commit` makes rows permanent, and only clean rows are ever committed.
+tail for the rows of the running forward. A row becomes permanent when its request's start moves past it, and only clean
+rows ever do.
 `PrefixCache` serves training: the clean rows' keys and values of one forward, which later draft rows read.
 """
 
@@ -149,18 +150,10 @@ class KVCache:
         self.place.first, self.place.n, self.place.n_keys = first, n, n_keys
         return n_keys
 
-    def commit(self, counts: list[int], rows: Tensor | None = None) -> None:
-        """Make the accepted rows of the last forward permanent.
-
-        Args:
-            counts: rows to keep of each request, in order.
-            rows: [n, A] long, the accepted path: row indices in order (a tree), padded past `counts`. None when the
-                rows already stand in order (a chain), and nothing has to move.
-        """
-        if rows is not None:
-            self.compact(rows)
-        for i, count in enumerate(counts, self.place.first):
-            self.lengths[i] += count
+    def commit(self, counts: list[int], first: int = 0) -> None:
+        """Note that rows of the last forward have become permanent: so many of each request, from slot `first` on."""
+        for slot, count in enumerate(counts, first):
+            self.lengths[slot] += count
 
     def compact(self, rows: Tensor) -> None:
         """Move the accepted rows of the last forward to the front of its tail. rows: [n, A] long, in order."""
@@ -172,17 +165,27 @@ class KVCache:
             by_slot = full.transpose(1, 2)
             by_slot[requests, dst] = by_slot[requests, src]  # gathered whole before it is written
 
-    def move(self, src: int | list[int], dst: int | list[int]) -> None:
-        """Copy requests' committed positions to other slots, over what stood there; no slot may be in both lists."""
-        sources = [src] if isinstance(src, int) else src
-        targets = [dst] if isinstance(dst, int) else dst
+    def move(self, sources: list[int], targets: list[int], ahead: int = 0) -> None:
+        """Copy requests' committed positions to other slots, over what stood there; no slot may be in both lists.
+
+        Args:
+            sources: slots.
+            targets: slots.
+            ahead: positions that rounds not read by the host may have committed beyond the known lengths.
+        """
         length = max((self.lengths[s] for s in sources), default=0)
         if length:
             old, new = torch.tensor([sources, targets], device=self.stores[0].device)
             for full in self.stores:
-                full[new, :, :length] = full[old, :, :length]
+                full[new, :, : length + ahead] = full[old, :, : length + ahead]
         for s, t in zip(sources, targets, strict=True):
             self.lengths[t] = self.lengths[s]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Give a slot the first committed positions of another."""
+        for full in self.stores:
+            full[target, :, :length] = full[source, :, :length]
+        self.lengths[target] = length
 
     def crop(self, length: int, slot: int = 0) -> None:
         """Forget a request's positions from `length` on."""

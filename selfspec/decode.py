@@ -1,8 +1,8 @@
 """The one round: draft a tree, verify it in one forward, commit the path that the base model itself would have taken.
 
 Plain decoding is a round whose tree is the anchor alone. An overlapped round hangs draft groups on the tree's nodes, so
-that the next draft comes out of the same forward. Pure tensor functions; what the host has to know leaves in one
-transfer.
+that the next draft comes out of the same forward. Pure functions over tensors of static shape: what changes from round
+to round stands in `Slots` and in the cache, so that a CUDA graph can hold a whole round.
 """
 
 from __future__ import annotations
@@ -16,121 +16,119 @@ from selfspec import rows
 from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
-from selfspec.draft.block import ban_mask, draft_inputs
-from selfspec.verify import Accept, Accepted
-from selfspec.verify.greedy import best, greedy
+from selfspec.draft.block import ban_mask, draft_inputs, propose
+from selfspec.slots import Slots
+from selfspec.verify import Accepted
 
 
 @dataclass(frozen=True)
-class State:
-    """What a round knows of its N requests.
+class Frame:
+    """Which requests a forward is for, and how far attention has to read.
 
     Attributes:
-        anchor: [N] long, the last emitted token (the bonus); its keys and values are not in the cache yet.
-        start: [N] long, committed positions; also the anchor's position.
-        features: [N, F] of position start - 1, where the mask path wants them.
+        first: slot of the first request.
+        n: requests, in neighbouring slots.
+        n_keys: K of `KVCache.bind`; None takes it from the lengths that the host knows.
     """
 
-    anchor: Tensor
-    start: Tensor
-    features: Tensor | None = None
+    first: int
+    n: int
+    n_keys: int | None = None
+
+    @property
+    def span(self) -> slice:
+        return slice(self.first, self.first + self.n)
 
 
 def prefill(
-    backbone: Backbone,
-    cache: KVCache,
-    prompts: list[list[int]],
-    first: int = 0,
-    chunk: int = 512,
-    accept: Accept | None = None,
-) -> State:
-    """Commit prompts and emit each one's first token.
+    backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, counts: Tensor, width: int
+) -> tuple[Tensor, Tensor | None]:
+    """Run the next positions of some prompts. Nothing is committed: `start` stays where it is.
 
     Args:
         backbone: the model.
-        cache: slots `first`... are free and empty.
-        prompts: token ids, ragged, none empty.
-        first: cache slot of the first prompt.
-        chunk: positions a forward, so that memory does not grow with the square of the prompt.
-        accept: chooses the first tokens; None is greedy. It sees a tree of nothing but each prompt's last token.
+        cache: committed up to each request's start.
+        slots: of the requests.
+        frame: which of them.
+        counts: [n] long, positions to run of each, from its start on; at most width.
+        width: rows of the forward.
+
+    Returns:
+        [n, d] hidden state of each one's last position, and its features [n, F] where the mask path wants them.
     """
-    device, n = backbone.device, len(prompts)
-    done = [0] * n
-    last: list[Tensor | None] = [None] * n
-    taps: list[Tensor | None] = [None] * n
-    while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
-        width = min(chunk, max(len(p) - d for d, p in zip(done, prompts, strict=True)))
-        parts = [p[d : d + width] for d, p in zip(done, prompts, strict=True)]
-        ids = torch.tensor([p + [0] * (width - len(p)) for p in parts], device=device)
-        hidden = backbone(rows.chain(torch.tensor(done, device=device), width), cache, ids, first=first)
-        cache.commit([len(p) for p in parts])
-        for i, part in enumerate(parts):
-            done[i] += len(part)
-            if part and done[i] == len(prompts[i]):
-                last[i] = hidden.clean[i, len(part) - 1]
-                taps[i] = None if hidden.taps is None else hidden.taps[i, len(part) - 1]
-    logits = backbone.logits(torch.stack([h for h in last if h is not None])[:, None])  # [N, 1, V]
-    features = [t for t in taps if t is not None]
-    start = torch.tensor(done, device=device)
-    if accept is None:
-        anchor = best(logits[:, 0])
-    else:
-        ends = DraftTree(torch.tensor([[p[-1]] for p in prompts], device=device))
-        anchor = accept(ends, logits, start - 1).tokens[:, 0]
-    return State(anchor, start, torch.stack(features) if features else None)
+    start = slots.start[frame.span]
+    at = start[:, None] + torch.arange(width, device=start.device)
+    ids = slots.text[frame.span].gather(1, at.clamp(max=slots.text.shape[1] - 1))
+    hidden = backbone(rows.chain(start, width), cache, ids, first=frame.first, n_keys=frame.n_keys)
+    last = (counts - 1).clamp(min=0)
+    return _at(hidden.clean, last), None if hidden.taps is None else _at(hidden.taps, last)
+
+
+def draft(backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path) -> Tensor:
+    """Marginals of the size - 1 positions after the anchors, from a draft pass. [n, size - 1, V] logits"""
+    features = None if slots.features is None else slots.features[: frame.n]
+    anchor, start = slots.anchor(frame.n), slots.start[: frame.n]
+    return propose(backbone, cache, anchor, start, size, path, features, frame.n_keys)
 
 
 def verify(
-    backbone: Backbone,
-    cache: KVCache,
-    state: State,
-    tree: DraftTree,
-    group_size: int = 0,
-    causal: bool = False,
-    accept: Accept | None = None,
-) -> tuple[Accepted, Hidden]:
+    backbone: Backbone, cache: KVCache, start: Tensor, tree: DraftTree, frame: Frame, group_size: int = 0, path=None
+) -> Hidden:
     """One forward over the tree, with a draft group of `group_size` masks on every node when that is not 0.
 
     Args:
         backbone: the model.
         cache: committed up to the anchor's position.
-        state: of the requests.
-        tree: their candidates.
+        start: [n] long, the anchors' positions.
+        tree: the candidates.
+        frame: which requests.
         group_size: masks of a group.
-        causal: groups are causal.
-        accept: chooses the path; None is greedy.
-
-    Returns:
-        The accepted path, and the hidden states of the forward.
+        path: the mask path's configuration, where there are groups.
     """
-    clean = rows.chain(state.start, tree.n_nodes)
+    clean = rows.chain(start, tree.n_nodes)
     if tree.parents is not None:
-        clean = rows.tree(state.start, tree.parents)
+        clean = rows.tree(start, tree.parents)
     layout, inputs = clean, None
     if group_size:
         n, m = tree.tokens.shape
-        nodes = torch.arange(m, device=state.start.device).expand(n, m)
-        layout = rows.overlapped(clean, nodes, group_size, causal)
-        inputs = draft_inputs(None, n, group_size, m, state.start.device)
-    hidden = backbone(layout, cache, tree.tokens.clamp(min=0), inputs)
-    logits = backbone.logits(hidden.clean)  # [N, M, V]
-    return greedy(tree, logits) if accept is None else accept(tree, logits, state.start), hidden
+        nodes = torch.arange(m, device=start.device).expand(n, m)
+        layout = rows.overlapped(clean, nodes, group_size, path.causal)
+        inputs = draft_inputs(None, n, group_size, m, start.device)
+    return backbone(layout, cache, tree.tokens.clamp(min=0), inputs, first=frame.first, n_keys=frame.n_keys)
 
 
-def commit(
-    cache: KVCache, state: State, tree: DraftTree, accepted: Accepted, hidden: Hidden
-) -> tuple[State, list[list[int]]]:
+def settle(
+    cache: KVCache, slots: Slots, frame: Frame, tree: DraftTree, accepted: Accepted, taps: Tensor | None, depth: int
+) -> Tensor:
     """Keep the accepted rows and move on to the bonus token.
 
+    Args:
+        cache: bound to the verify forward.
+        slots: of the requests; those that may emit nothing stay as they are.
+        frame: which requests.
+        tree: what was verified.
+        accepted: the path.
+        taps: [n, M, F] features of the tree's nodes, where the mask path wants them.
+        depth: nodes of the tree's longest path.
+
     Returns:
-        The next round's state, and the tokens that each request emits in this one.
+        [n, 1 + depth] long: how many tokens each request emits, and the tokens.
     """
-    host = torch.cat([accepted.count[:, None], accepted.tokens], 1).tolist()  # the round's one transfer
-    counts = [r[0] for r in host]
-    emitted = [r[1 : 1 + c] for r, c in zip(host, counts, strict=True)]
-    cache.commit(counts, None if tree.parents is None else accepted.rows[:, : max(counts)])
-    features = None if hidden.taps is None else _at(hidden.taps, accepted.last)
-    return State(accepted.bonus, state.start + accepted.count, features), emitted
+    text, start, left = slots.text[frame.span], slots.start[frame.span], slots.left[frame.span]  # views
+    count = torch.minimum(accepted.count, left)
+    tokens, step = accepted.tokens[:, :depth], torch.arange(depth, device=start.device)
+    nowhere = text.shape[1] - 1
+    at = torch.where(step < count[:, None], start[:, None] + 1 + step, nowhere)
+    text.scatter_(1, at, tokens)
+    if tree.parents is not None:
+        cache.compact(accepted.rows[:, :depth])
+    if taps is not None:
+        assert slots.features is not None
+        features = slots.features[frame.span]
+        features.copy_(torch.where(count[:, None] > 0, _at(taps, accepted.last), features))
+    start += count
+    left -= count
+    return torch.cat([count[:, None], tokens], 1)
 
 
 def saved_draft(backbone: Backbone, accepted: Accepted, hidden: Hidden, group_size: int, path) -> Tensor:
@@ -139,14 +137,13 @@ def saved_draft(backbone: Backbone, accepted: Accepted, hidden: Hidden, group_si
     A group's slot 0 stands on the bonus; a shifted path's slot 0 therefore guesses the first position after it.
 
     Returns:
-        [N, group_size - 1, V] logits of the positions after the bonus; the mask's own vocabulary id is banned.
+        [n, group_size - 1, V] logits of the positions after the bonus; the mask's own vocabulary id is banned.
     """
     n, _, d = hidden.draft.shape
-    groups = hidden.draft.reshape(n, -1, group_size, d)  # one group a node
-    chosen = groups[torch.arange(n, device=groups.device), accepted.last]  # [N, B, d]
+    chosen = _at(hidden.draft.reshape(n, -1, group_size, d), accepted.last)  # one group a node: [n, B, d]
     return ban_mask(backbone.logits(chosen[:, :-1] if path.shift else chosen[:, 1:]), path.mask_id)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
-    """values [N, C, F], index [N] -> [N, F]"""
+    """values [n, C, ...], index [n] -> [n, ...]"""
     return values[torch.arange(len(index), device=index.device), index]

@@ -205,8 +205,6 @@ class SelfSpecModel:
             raise ValueError(f"slots={slots}: expected 1 or more")
         if not requests:
             return
-        if not requests:
-            return
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
         slots = min(slots or fitting(self.backbone, capacity), len(requests))
         session = Session(self.backbone, plan, slots, capacity, verify)
@@ -214,13 +212,9 @@ class SelfSpecModel:
             session.check(request)
         waiting = list(requests)
         while waiting or session.active:
-            free = slots - len(session.active)
-            if free and waiting:
-                batch, waiting = waiting[:free], waiting[free:]
-                emitted = list(zip(batch, session.add(batch)))
-            else:
-                emitted = session.step()
-            yield from (tokens for request, tokens in emitted if request is requests[0])
+            batch, waiting = waiting[: session.free], waiting[session.free :]
+            session.add(batch)
+            yield from (tokens for request, tokens in session.step() if request is requests[0])
 
     def plan(self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16) -> Plan:
         """The fixed plan that these choices stand for.

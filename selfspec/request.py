@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
-from selfspec.draft.lookup import Index
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 
@@ -22,7 +21,7 @@ class Request:
         max_new_tokens: cap on emitted tokens, at least 1.
         eos: token ids that end the answer (kept in it, as transformers does).
         output: emitted tokens so far.
-        finish_reason: "stop" or "length" once it has ended.
+        finish_reason: "stop", "length" or "cancelled" once it has ended.
         stats: rounds and acceptance.
         sampling: how tokens are chosen; None is greedy on the bare logits.
         criteria: transformers' stopping criteria, asked after every emitted token.
@@ -30,7 +29,7 @@ class Request:
         logits: [1, V] logits of each emitted token, if they are kept.
         device: where its text is kept for processors and criteria; its session says.
         drawn: the session's verifier draws whole paths, whatever the processors; likewise.
-        index: of prompt and output, where drafts are looked up in them.
+        slot: the cache slot that it holds in its session.
     """
 
     prompt: list[int]
@@ -45,7 +44,7 @@ class Request:
     logits: list[Tensor] = field(default_factory=list)
     device: torch.device | None = None
     drawn: bool = False
-    index: Index | None = None
+    slot: int | None = None
     _text: Tensor | None = None
     _fresh: list[int] = field(default_factory=list)
 

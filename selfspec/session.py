@@ -1,32 +1,49 @@
-"""Requests on one cache: admit, run rounds, finish. The only place where host and rounds meet."""
+"""Requests on one cache: join, run rounds, leave. The only place where host and rounds meet."""
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
 
-from selfspec import decode
 from selfspec.backbone import Backbone
 from selfspec.choose import Chooser
 from selfspec.clock import Clock
-from selfspec.decode import State
-from selfspec.draft import DraftTree
-from selfspec.draft.block import propose
-from selfspec.draft.lookup import Index, lookup
+from selfspec.decode import Frame
+from selfspec.graphs import Graphs, capturable
+from selfspec.joining import CHUNK, Joining, goal
 from selfspec.plan import Plan
+from selfspec.prefixes import Prefixes
 from selfspec.request import Request
+from selfspec.rounds import Rounds, filled, plainly
+from selfspec.slots import Slots
 from selfspec.verify import CHAINS, Accept
 
 __all__ = ["Request", "Session", "fitting"]
 
-PREFILL_CHUNK = 512
+KEYS = 256  # the smallest K of a graph; the others are its doubles
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A round that was started, and whose outcome the host has not read."""
+
+    requests: list[Request | None]
+    result: Tensor  # [n, 1 + A] long: count and tokens, on its way to the host
+    arrived: Any  # an event, or None when it is there
+    clock: Clock
+    reach: int  # tokens that a request can have emitted in it
 
 
 class Session:
-    """Running requests, always in cache slots 0..n-1.
+    """Running requests, each in a cache slot of its own.
+
+    With CUDA graphs a round is started before the host has read the one before, so that the device never waits.
 
     Args:
         backbone: with a mask path if the plan drafts.
@@ -34,13 +51,24 @@ class Session:
         slots: requests at a time.
         capacity: positions per request (prompt and answer).
         verify: how drawn tokens are verified, a name in `selfspec.verify.VERIFIERS`; greedy requests need "coupled".
+        graphs: replay rounds from CUDA graphs, where the device and the model allow it; or what replays them.
+        reuse: take keys and values of a prefix from a slot that holds the same tokens.
 
     Raises:
         ValueError: the plan needs a layout or a block that the mask path was not trained for, or the verifier does not
             take its drafts.
     """
 
-    def __init__(self, backbone: Backbone, plan: Plan, slots: int, capacity: int, verify: str = "coupled"):
+    def __init__(
+        self,
+        backbone: Backbone,
+        plan: Plan,
+        slots: int,
+        capacity: int,
+        verify: str = "coupled",
+        graphs: bool | Graphs = True,
+        reuse: bool = False,
+    ):
         self.backbone, self.plan = backbone, plan
         self.chooser = Chooser(verify)
         if plan.tree and verify in CHAINS:
@@ -49,43 +77,57 @@ class Session:
             raise ValueError(f"verify={verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
         self.config = getattr(backbone.path, "config", None)
         plan.require(self.config)
-        nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
-        rows = nodes * (1 + plan.block_size) if plan.overlap else max(nodes, plan.block_size)
-        self.cache = backbone.new_cache(slots, capacity, max(rows, min(PREFILL_CHUNK, capacity)))
-        self.active: list[Request] = []
-        self.state: State | None = None
-        self.saved: Tensor | None = None  # [n, B - 1, V] marginals that the last verify forward drafted
+        tail = max(plan.rows, min(CHUNK, capacity))
+        self.cache = backbone.new_cache(slots, capacity, tail)
+        saved = (plan.block_size - 1, backbone.vocab_size) if plan.overlap else None
+        self.slots = Slots(slots, capacity, backbone.device, backbone.n_features, saved, backbone.dtype)
+        if isinstance(graphs, bool):
+            graphs = Graphs(backbone.device, graphs and capturable(backbone.config))
+        self.graphs = graphs
+        self.prefixes = Prefixes(self.cache, reuse)
+        self.queue = Joining(backbone, self.cache, self.slots, self.prefixes, self.graphs)
+        self.rounds = Rounds(backbone, self.cache, self.slots, self.chooser, self.graphs.enabled)
+        self.requests: list[Request | None] = [None] * slots  # by slot
+        self._flights: deque[_Flight] = deque()
+        self._landed: list[tuple[Request, list[int]]] = []  # read between steps
+        self._stale = True  # some request has no saved draft
 
-    @torch.no_grad()
-    def add(self, requests: list[Request]) -> list[list[int]]:
-        """Prefill requests into free slots. Returns the first token of each, as `step` does.
+    # ---- who runs
+
+    @property
+    def active(self) -> list[Request]:
+        """All requests that hold a slot, in the order of their slots."""
+        return [r for r in self.requests if r is not None]
+
+    @property
+    def joining(self) -> list[Request]:
+        """Those whose prompts are being prefilled, in order."""
+        return self.queue.requests
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds."""
+        return sum(r is None for r in self.requests)
+
+    def add(self, requests: list[Request]) -> None:
+        """Give requests a slot each; the next steps prefill them. One that was released goes on where it stood.
 
         Raises:
             ValueError: a request that cannot be served, or no free slot; nothing has changed then.
         """
         for r in requests:
             self.check(r)
-            r.device, r.drawn = self.backbone.device, self.chooser.draws
-        if not requests:
-            return []
-        first = len(self.active)
-        if first + len(requests) > self.cache.slots:
-            raise ValueError(f"{first} of {self.cache.slots} slots are taken; {len(requests)} more do not fit")
-        for slot in range(first, first + len(requests)):
-            self.cache.crop(0, slot)
-        clock = Clock(self.backbone.device)
-        prompts, accept = [r.prompt for r in requests], self._accept(requests)
-        state = decode.prefill(self.backbone, self.cache, prompts, first, PREFILL_CHUNK, accept)
-        self.state = state if self.state is None or not self.active else _join(self.state, state)
-        self.saved = None  # the new requests have none; all redraft once
-        self.active += requests
-        emitted = [r.take([t]) for r, t in zip(requests, state.anchor.tolist(), strict=True)]
-        clock.lap("prefill")
+        if len(requests) > self.free:
+            taken, n = len(self.requests) - self.free, len(self.requests)
+            raise ValueError(f"{taken} of {n} slots are taken; {len(requests)} more do not fit")
         for r in requests:
-            r.stats.prompt_tokens = len(r.prompt)
-        _book(requests, clock)
-        self._drop_finished()
-        return emitted
+            r.device, r.drawn = self.backbone.device, self.chooser.draws
+            text = r.prompt + r.output
+            r.slot = self.prefixes.place([i for i, x in enumerate(self.requests) if x is None], text[: goal(r)])
+            self.requests[r.slot] = r
+            self.joining.append(r)
+            seed = 0 if r.sampling is None else r.sampling.seed
+            self.slots.put(r.slot, text, self.cache.lengths[r.slot], seed)
 
     def check(self, request: Request) -> None:
         """Refuse what would fail, or end in wrong positions, once it runs beside others.
@@ -97,6 +139,8 @@ class Session:
             raise ValueError("the prompt is empty")
         if request.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={request.max_new_tokens}: expected 1 or more")
+        if request.finish_reason is not None or request.slot is not None:
+            raise ValueError("the request has ended" if request.slot is None else "the request holds a slot already")
         if min(request.prompt) < 0 or max(request.prompt) >= self.backbone.vocab_size:
             raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
         limit = min(self.cache.capacity, self.backbone.max_positions or self.cache.capacity)
@@ -105,78 +149,182 @@ class Session:
             raise ValueError(f"a prompt of {length} tokens and {new} new ones exceed {limit} positions")
         self.chooser.check(request)
 
+    def cancel(self, request: Request) -> None:
+        """End a request where it stands; its slot is free at once.
+
+        Raises:
+            ValueError: it holds no slot here.
+        """
+        self.release(request)
+        request.finish_reason = request.finish_reason or "cancelled"
+
+    def release(self, request: Request) -> None:
+        """Take a request out of its slot without ending it: `add` goes on with it later, from the same text.
+
+        Raises:
+            ValueError: it holds no slot here.
+        """
+        if request.slot is None or self.requests[request.slot] is not request:
+            raise ValueError("the request holds no slot in this session")
+        while self._flights:
+            self._land()
+        if request.slot is not None:  # it may have ended in what was on its way
+            self._leave(request)
+
+    def clear(self) -> None:
+        """Drop all requests, without reading what is on its way."""
+        self._flights.clear()
+        self._landed.clear()
+        for r in self.active:
+            self._leave(r)
+
+    # ---- what runs
+
     @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:
-        """One round for all running requests. Returns what each emitted; those that ended leave their slots."""
-        assert self.state is not None
-        clock, running = Clock(self.backbone.device), self.active
-        tree = self._tree(self.state)
-        clock.lap("draft")
-        group = self.plan.block_size if self.plan.overlap else 0
-        causal = self.config.causal if self.config is not None else False
-        accept = self._accept(self.active)
-        accepted, hidden = decode.verify(self.backbone, self.cache, self.state, tree, group, causal, accept)
-        clock.lap("verify")
-        self.saved = decode.saved_draft(self.backbone, accepted, hidden, group, self.config) if group else None
-        self.state, emitted = decode.commit(self.cache, self.state, tree, accepted, hidden)
-        out = [(r, r.take(tokens)) for r, tokens in zip(self.active, emitted, strict=True)]
-        for request, kept in out:
-            request.stats.count(len(kept))
-        clock.lap("rest")
-        _book(running, clock)
-        self._drop_finished()
+        """One round for the requests that decode, and one forward for the prompts of those that join.
+
+        Returns:
+            What each request emitted. Those that ended have left their slots.
+        """
+        if len(self.active) > len(self.joining) or self._flights:
+            self._round()
+        if self.joining:
+            self._chunk()
+        out, self._landed = self._landed, []
         return out
 
-    def _tree(self, state: State) -> DraftTree:
-        """This round's candidates: nothing but the anchor, a chain or a tree."""
-        left = max(r.max_new_tokens - len(r.output) for r in self.active)
-        size = min(self.plan.block_size, left)  # nobody can take more
-        if self.plan.lookup and size > 1:
-            return lookup(state.anchor, [self._guess(r, size - 1) for r in self.active])
-        if not self.plan.drafts or size == 1:
-            self.saved = None
-            return DraftTree(state.anchor[:, None])
-        logits = self.saved
-        if logits is None:
-            logits = propose(self.backbone, self.cache, state.anchor, state.start, size, self.config, state.features)
+    def _round(self) -> None:
+        """Start a round, or two when none is on its way, and read the oldest."""
+        n, requests = self._rows()
+        accept = self._accept(requests)
+        ahead = self.graphs.enabled and accept is None
+        while len(self._flights) > ahead:  # what the host chooses can't be started before it has read all
+            self._land()
+        if self._unfinished():
+            n, requests = self._rows()
+            self._start(n, requests, self._accept(requests))
+            if ahead and len(self._flights) == 1 and self._unfinished():
+                self._start(n, requests, None)
+        if self._flights:
+            self._land()
+
+    def _unfinished(self) -> bool:
+        """Whether some request goes on even if all that is on its way is accepted."""
+        reach = sum(f.reach for f in self._flights)
+        return any(r.max_new_tokens - len(r.output) > reach for r in self.active if r not in self.joining)
+
+    def _rows(self) -> tuple[int, list[Request | None]]:
+        """The requests of the next round's rows, gaps closed where that makes the forward smaller. None idles along."""
+        used = [i for i, r in enumerate(self.requests) if r is not None]
+        n = self._bucket(len(used))
+        movers = [i for i in used if i >= n]
+        if movers:
+            holes = [i for i in range(n) if self.requests[i] is None][: len(movers)]
+            self.cache.move(movers, holes, sum(f.reach for f in self._flights))
+            self.slots.move(movers, holes)
+            self.prefixes.move(movers, holes)
+            for old, new in zip(movers, holes):
+                self.requests[new], self.requests[old] = self.requests[old], None
+                self.requests[new].slot = new  # type: ignore[union-attr]
+                self.slots.left[old] = 0
+        return n, [None if r in self.joining else r for r in self.requests[:n]]
+
+    def _start(self, n: int, requests: list[Request | None], accept: Accept | None) -> None:
+        """Start one round of the first n slots."""
+        plan, clock = self.plan, Clock(self.backbone.device)
+        running = [r for r in requests if r is not None]
+        size = plan.block_size
+        if not self.graphs.enabled:  # a graph has one shape; elsewhere rows cost, and nobody can take more
+            size = min(size, max(r.max_new_tokens - len(r.output) for r in running))
+        redraft = not plan.overlap or self._stale
+        frame = self._frame(0, n, plan.rows)
+        play = partial(self.rounds.play, plan, frame, size, redraft)
+        if accept is None:
+            key = ("round", n, frame.n_keys, plan, redraft)
+            result = self.graphs(key, partial(play, requests, None, plainly, None if self.graphs.enabled else clock))
+        else:
+            result = play(requests, accept, self.graphs, clock)
+        self._stale = not plan.overlap
+        if plan.drafts and redraft and size > 1:
             assert self.config is not None
-            depth = 1 - self.config.entry / self.backbone.n_layers
-            for r in self.active:
-                r.stats.drafts += depth
-        nodes = self.plan.tree_nodes if self.plan.tree else None
-        return self.chooser.tree(self.active, state.anchor, state.start, logits[:, : size - 1], nodes)
+            for r in running:
+                r.stats.drafts += 1 - self.config.entry / self.backbone.n_layers
+        arrived = None
+        if result.is_cuda:
+            landing = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+            result = landing.copy_(result, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        clock.lap("rest")
+        self._flights.append(_Flight(requests, result, arrived, clock, result.shape[1] - 1))
 
-    def _accept(self, requests: list[Request]) -> Accept | None:
+    def _land(self) -> None:
+        """Read the outcome of the oldest round."""
+        flight = self._flights.popleft()
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        running = [r for r in flight.requests if r is not None and r.finish_reason is None]
+        for r, (count, *tokens) in zip(flight.requests, flight.result.tolist(), strict=True):
+            if r is None or r.finish_reason is not None:
+                continue
+            assert r.slot is not None
+            self.cache.commit([count], r.slot)
+            kept = r.take(tokens[:count])
+            r.stats.count(len(kept))
+            self._landed.append((r, kept))
+        _book(running, flight.clock)
+        for r in running:
+            if r.finish_reason is not None:
+                self._leave(r)
+
+    def _chunk(self) -> None:
+        """Prefill the next positions of the first that join, and take the first tokens of those that are through."""
+        clock = Clock(self.backbone.device)
+        run, through, tokens = self.queue.chunk(self.requests, self._frame, self._accept)
+        for r, token in tokens:
+            self._landed.append((r, r.take([token])))
+        for r in through:
+            self.slots.left[r.slot] = r.max_new_tokens - len(r.output)
+            self._stale = True
+        clock.lap("prefill")
+        for r, count in run:
+            r.stats.prompt_tokens += count
+        _book([r for r, _ in run], clock)
+        for r in through:
+            if r.finish_reason is not None:
+                self._leave(r)
+
+    # ---- small parts
+
+    def _accept(self, requests: list[Request | None]) -> Accept | None:
         """How these requests' tokens are chosen; None where all are greedy on bare logits."""
-        if all(r.sampling is None for r in requests) and not self.chooser.draws:
+        if all(r is None or r.sampling is None for r in requests) and not self.chooser.draws and not self.plan.tree:
             return None
-        return partial(self.chooser.accept, requests)
+        return partial(self.chooser.accept, filled(requests))
 
-    def _guess(self, request: Request, n: int) -> list[int]:
-        """What the request's own text suggests to come next."""
-        if request.index is None:
-            request.index = Index()
-        known = len(request.index.tokens)
-        request.index.extend((request.prompt + request.output)[known:])
-        return request.index.guess(n)
+    def _leave(self, request: Request) -> None:
+        """Free a request's slot."""
+        slot, request.slot = request.slot, None
+        assert slot is not None
+        self.requests[slot] = None
+        self.slots.left[slot] = 0
+        if request in self.joining:
+            self.joining.remove(request)
+        self.prefixes.keep(slot, request.prompt + request.output)
 
-    def _drop_finished(self) -> None:
-        """Free the slots of ended requests; the last ones move into the gaps."""
-        keep = [i for i, r in enumerate(self.active) if r.finish_reason is None]
-        if len(keep) == len(self.active):
-            return
-        n = len(keep)
-        movers = [i for i in keep if i >= n]
-        order = [i if self.active[i].finish_reason is None else movers.pop() for i in range(n)]
-        for slot, source in enumerate(order):
-            if slot != source:
-                self.cache.move(source, slot)
-        self.active = [self.active[i] for i in order]
-        assert self.state is not None
-        index = torch.tensor(order, dtype=torch.long, device=self.state.anchor.device)
-        features = None if self.state.features is None else self.state.features[index]
-        self.state = State(self.state.anchor[index], self.state.start[index], features)
-        self.saved = None if self.saved is None else self.saved[index]
+    def _bucket(self, n: int) -> int:
+        """Rows of the smallest forward that holds n requests: a graph's are powers of two."""
+        return min(1 << (n - 1).bit_length(), len(self.requests)) if self.graphs.enabled and n else n
+
+    def _frame(self, first: int, n: int, n_rows: int) -> Frame:
+        """The next forward's requests, and as many keys as its graph reads."""
+        if not self.graphs.enabled:
+            return Frame(first, n)
+        longest = max(self.cache.lengths[s] for s in range(first, first + n) if self.requests[s] is not None)
+        n_keys = longest + sum(f.reach for f in self._flights) + n_rows
+        bucket = KEYS << max(0, (n_keys - 1) // KEYS).bit_length()
+        return Frame(first, n, min(bucket, self.cache.capacity + self.cache.tail))
 
 
 def _book(requests: list[Request], clock: Clock) -> None:
@@ -184,11 +332,6 @@ def _book(requests: list[Request], clock: Clock) -> None:
     for name, seconds in clock.read().items():
         for r in requests:
             r.stats.seconds[name] += seconds / len(requests)  # type: ignore[assignment]
-
-
-def _join(a: State, b: State) -> State:
-    features = None if a.features is None or b.features is None else torch.cat([a.features, b.features])
-    return State(torch.cat([a.anchor, b.anchor]), torch.cat([a.start, b.start]), features)
 
 
 def fitting(backbone: Backbone, capacity: int, share: float = 0.7) -> int:

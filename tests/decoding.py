@@ -1,5 +1,6 @@
 """Whole texts decoded in one session, by adapters and by drafters of known quality."""
 
+import torch
 from tiny import (
     RAGGED,
     OraclePath,
@@ -8,9 +9,14 @@ from tiny import (
     run,
 )
 
+from selfspec import decode
 from selfspec.backbone import Backbone
+from selfspec.decode import Frame
+from selfspec.draft import DraftTree
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
+from selfspec.slots import Slots
+from selfspec.verify.greedy import greedy
 
 MODES = ("ar", "sequential", "tree", "overlap", "overlap+tree")
 B, N = 5, 12
@@ -43,3 +49,30 @@ def oracle(right, n=N, prompts=RAGGED, shift=False, block=B, eos=(), mode="seque
     path.session, path.truth = session, dict(zip(requests, truth, strict=True))
     run(session, requests[:slots], requests[slots:])
     return requests, truth
+
+
+class Rounds:
+    """Rounds by hand, without a session or a drafter, of one request."""
+
+    def __init__(self, body, prompt, capacity=40):
+        self.body, self.cache = body, body.new_cache(1, capacity, 40)
+        self.slots, self.frame = Slots(1, capacity, body.device), Frame(0, 1)
+        self.slots.put(0, prompt, 0, 0)
+        last, _ = decode.prefill(body, self.cache, self.slots, self.frame, torch.tensor([len(prompt)]), len(prompt))
+        self.slots.start[0] = self.cache.lengths[0] = len(prompt)
+        self.slots.text[0, len(prompt)] = int(body.logits(last[:, None]).argmax())
+        self.slots.left[0] = capacity - len(prompt) - 1
+
+    @property
+    def anchor(self):
+        return self.slots.anchor(1)
+
+    def __call__(self, tokens=(), parents=None):
+        """One round over a tree whose root is the anchor. Returns what it emits."""
+        tree = DraftTree(torch.tensor([[int(self.anchor), *tokens]]), parents and torch.tensor([parents]))
+        hidden = decode.verify(self.body, self.cache, self.slots.start, tree, self.frame)
+        accepted = greedy(tree, self.body.logits(hidden.clean))
+        out = decode.settle(self.cache, self.slots, self.frame, tree, accepted, None, tree.n_nodes)
+        [[count, *emitted]] = out.tolist()
+        self.cache.lengths[0] += count
+        return emitted[:count]

@@ -43,7 +43,8 @@ def test_a_tree_path_is_gathered_before_it_is_written():
     cache.commit([3, 1])
     written(cache, rows.chain(torch.tensor([3, 1]), 7))
     # decreasing row indices cannot come from a tree, but show the overlap in both directions
-    cache.commit([4, 2], torch.tensor([[6, 0, 1, 2], [3, 5, 5, 5]]))
+    cache.compact(torch.tensor([[6, 0, 1, 2], [3, 5, 5, 5]]))
+    cache.commit([4, 2])
     assert cache.lengths == [7, 3]
     assert committed(cache, 0) == [0, 1, 2, 6, 0, 1, 2]
     assert committed(cache, 1) == [100, 103, 105]
@@ -70,7 +71,7 @@ def test_a_forward_over_later_slots_leaves_the_earlier_ones_alone():
     before = cache.layers[0].keys[0].clone()
     keys, _ = written(cache, rows.chain(torch.tensor([0, 0]), 3), first=1)
     assert keys.shape[0] == 2 and keys[1, 0, :, 0].tolist() == [100, 101, 102]
-    cache.commit([3, 1])
+    cache.commit([3, 1], first=1)
     assert cache.lengths == [2, 3, 1] and torch.equal(cache.layers[0].keys[0], before)
 
 
@@ -78,7 +79,7 @@ def test_move_copies_the_committed_positions():
     cache = empty(1, 2, 10, 4)
     written(cache, rows.chain(torch.zeros(2, dtype=torch.long), 4))
     cache.commit([4, 3])
-    cache.move(1, 0)
+    cache.move([1], [0])
     assert cache.lengths[0] == 3 and committed(cache, 0) == [100, 101, 102]
     cache.crop(1)
     assert cache.lengths[0] == 1
@@ -142,7 +143,7 @@ def test_what_is_committed_is_what_plain_decoding_would_have_committed(mode, ent
     for i, request in enumerate(requests):
         text = request.prompt + truth[i][: len(request.output) - 1]
         length = session.cache.lengths[i]
-        assert length == len(text) == int(session.state.start[i])
+        assert length == len(text) == int(session.slots.start[i])
         own = plain.new_cache(1, 30, 30)
         plain(rows.chain(torch.tensor([0]), length), own, torch.tensor([text]))
         for ours, theirs in zip(session.cache.stores, own.stores, strict=True):
@@ -157,6 +158,7 @@ def test_a_session_fills_the_gaps_that_ended_requests_leave():
     session = Session(Backbone(model), Plan("ar", 1), 5, 30)
     requests = [Request(p, c) for p, c in zip(prompts, caps, strict=True)]
     session.add(requests)
+    session.step()
     assert len(session.active) == 4  # the cap of one is spent by the prefill
     run(session, [])
     for request, cap, answer in zip(requests, caps, truth, strict=True):

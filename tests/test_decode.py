@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decoding import MODES, B, N, decoded, oracle, outputs
+from decoding import MODES, B, N, Rounds, decoded, oracle, outputs
 from tiny import (
     FAMILIES,
     LAYERS,
@@ -17,7 +17,6 @@ from tiny import (
 
 from selfspec import decode, rows
 from selfspec.backbone import Backbone
-from selfspec.draft import DraftTree
 from selfspec.draft.block import propose
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
@@ -71,8 +70,9 @@ def test_features_belong_to_the_last_committed_position(mode):
     session = Session(body, Plan(mode, B, 8), 3, 40)
     requests = [Request(p, 20) for p in RAGGED]
     session.add(requests)
+    session.step()
     for _ in range(3):
-        for request, got in zip(requests, session.state.features, strict=True):
+        for request, got in zip(requests, session.slots.features, strict=True):
             text = torch.tensor([request.prompt + request.output[:-1]])
             states = model(input_ids=text, use_cache=False, output_hidden_states=True).hidden_states
             assert torch.allclose(got, torch.cat([states[1][0, -1], states[4][0, -1]]), atol=1e-12)
@@ -147,7 +147,7 @@ def test_forwards_are_counted(mode, entry):
     body, calls = Backbone(model, path_of(model, entry=entry)), {"verify": 0, "draft": 0.0}
     inner = body.forward
 
-    def counted(layout, cache, tokens=None, draft=None, first=0):
+    def counted(layout, cache, tokens=None, draft=None, first=0, n_keys=None):
         if layout.n_clean:
             calls["verify"] += 1
         else:
@@ -185,13 +185,13 @@ def test_the_mask_id_is_never_drafted_but_may_be_emitted(mode):
     for mask_id in answer[1], answer[2]:
         body = Backbone(model, path_of(model, mask_id=mask_id, noise=0.0))
         session = Session(body, Plan(mode, B, 30), 1, 40)
-        request, drawn, build_tree = Request(PROMPT, N), [], session._tree
+        request, drawn, build_tree = Request(PROMPT, N), [], session.chooser.tree
 
-        def watched(state, drawn=drawn, build_tree=build_tree):
-            drawn.append(build_tree(state))
+        def watched(*args, drawn=drawn, build_tree=build_tree):
+            drawn.append(build_tree(*args))
             return drawn[-1]
 
-        session._tree = watched
+        session.chooser.tree = watched
         run(session, [request])
         assert request.output == answer
         assert not any((tree.tokens[:, 1:] == mask_id).any() for tree in drawn)
@@ -208,12 +208,13 @@ def test_a_draft_hung_on_the_anchor_is_a_draft_of_the_next_positions(shift):
     session = Session(body, Plan("overlap", B), 1, 40)
     session.add([Request(PROMPT, 20)])
     session.step()
+    session.step()
     [request] = session.active
-    saved = session.saved
+    saved = session.slots.saved
     # the same group, its slot 0 masked, behind a committed text
     cache, text = body.new_cache(1, 40, 40), request.prompt + request.output[:-1]
     body(rows.chain(torch.tensor([0]), len(text)), cache, torch.tensor([text]))
-    cache.commit([len(text)])
+    cache.lengths = [len(text)]
     masks = decode.draft_inputs(None, 1, B, 1, torch.device("cpu"))
     alone = body.logits(body(rows.block(torch.tensor([len(text)]), B, True), cache, draft=masks).draft)
     # slot 0 stands on the bonus; drafts are for the positions after it
@@ -238,27 +239,19 @@ def test_hand_made_trees():
         "interleaved": ([wrong[1], answer[1], wrong[2], answer[2], answer[3]], [-1, 0, 0, 1, 2, 4], 4),
     }
     for name, (tokens, parents, count) in cases.items():
-        cache = body.new_cache(1, 40, 40)
-        state = decode.prefill(body, cache, [PROMPT])
-        tree = DraftTree(torch.tensor([[answer[0], *tokens]]), torch.tensor([parents]))
-        accepted, hidden = decode.verify(body, cache, state, tree)
-        state, emitted = decode.commit(cache, state, tree, accepted, hidden)
-        assert emitted == [answer[1 : 1 + count]], name
+        play = Rounds(body, PROMPT)
+        assert play(tokens, parents) == answer[1 : 1 + count], name
         for i in range(1 + count, 8):  # go on plainly: what was committed is the right text
-            tree = DraftTree(state.anchor[:, None])
-            accepted, hidden = decode.verify(body, cache, state, tree)
-            state, emitted = decode.commit(cache, state, tree, accepted, hidden)
-            assert emitted == [[answer[i]]], name
+            assert play() == [answer[i]], name
 
 
 @torch.no_grad()
 def test_drafting_leaves_the_committed_text_alone():
     model = model_of()
     body = Backbone(model, path_of(model, 0.3))
-    cache = body.new_cache(1, 30, 30)
-    state = decode.prefill(body, cache, [PROMPT])
-    before = [s[:, :, : len(PROMPT)].clone() for s in cache.stores]
-    propose(body, cache, state.anchor, state.start, B, body.path.config)
-    assert cache.lengths == [len(PROMPT)]
-    for old, new in zip(before, cache.stores, strict=True):
+    play = Rounds(body, PROMPT)
+    before = [s[:, :, : len(PROMPT)].clone() for s in play.cache.stores]
+    propose(body, play.cache, play.anchor, play.slots.start, B, body.path.config)
+    assert play.cache.lengths == [len(PROMPT)]
+    for old, new in zip(before, play.cache.stores, strict=True):
         assert torch.equal(old, new[:, :, : len(PROMPT)])

@@ -6,14 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
+from decoding import Rounds
 from test_backbone import TOLERANCE, off
 from test_rows import brute_force
 from tiny import LAYERS, PROMPT, RAGGED, VOCAB, model_of, path_of, reference, run
 
 from selfspec import attention, decode, rows
 from selfspec.backbone import MASK, Backbone, DraftRows, RoutedLinear
-from selfspec.cache import KVCache, PrefixCache
-from selfspec.draft import DraftTree, block
+from selfspec.cache import PrefixCache
+from selfspec.draft import block
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
 from selfspec.verify import Accepted
@@ -65,7 +66,7 @@ def walk_is_the_models_own(family="Mistral"):
     wanted = model(input_ids=ids, use_cache=False).logits
     first = body.logits(body(rows.chain(torch.tensor([0, 0]), 9), cache, ids[:, :9]).clean)
     assert off(first, wanted[:, :9]) < TOLERANCE[family]
-    cache.commit([9, 7])
+    cache.lengths = [9, 7]
     tail = torch.stack([ids[0, 9:13], ids[1, 7:11]])
     got = body.logits(body(rows.chain(torch.tensor([9, 7]), 4), cache, tail).clean)
     assert off(got[0], wanted[0, 9:13]) < TOLERANCE[family] and off(got[1], wanted[1, 7:11]) < TOLERANCE[family]
@@ -84,16 +85,11 @@ def second_branch_is_committed():
     model = model_of()
     [answer] = reference(model, [PROMPT], 8)
     body = Backbone(model, verify=False)
-    cache = body.new_cache(1, 40, 40)
-    state = decode.prefill(body, cache, [PROMPT])
-    tokens = [answer[0], (answer[1] + 1) % VOCAB, answer[1], answer[2]]
-    tree = DraftTree(torch.tensor([tokens]), torch.tensor([[-1, 0, 0, 2]]))
+    play = Rounds(body, PROMPT)
     output = [answer[0]]
+    output += play([(answer[1] + 1) % VOCAB, answer[1], answer[2]], [-1, 0, 0, 2])
     while len(output) < 8:
-        accepted, hidden = decode.verify(body, cache, state, tree)
-        state, [emitted] = decode.commit(cache, state, tree, accepted, hidden)
-        output += emitted
-        tree = DraftTree(state.anchor[:, None])
+        output += play()
     assert output == answer
 
 
@@ -116,10 +112,11 @@ def features_are_of_the_last_committed_row():
     body = Backbone(model, path_of(model, entry=2, taps=(4,)), verify=False)
     session = Session(body, Plan("tree", B, 12), 1, 40)
     session.add([request := Request(PROMPT, 20)])
+    session.step()
     for _ in range(3):
         text = torch.tensor([request.prompt + request.output[:-1]])
         states = model(input_ids=text, use_cache=False, output_hidden_states=True).hidden_states
-        assert torch.allclose(session.state.features[0], states[4][0, -1], atol=1e-12)
+        assert torch.allclose(session.slots.features[0], states[4][0, -1], atol=1e-12)
         session.step()
 
 
@@ -129,7 +126,7 @@ def lengths_follow_the_text():
     for _ in range(3):
         session.step()
         wanted = [len(r.prompt + r.output) - 1 for r in requests]
-        assert session.cache.lengths == session.state.start.tolist() == wanted
+        assert session.cache.lengths == session.slots.start.tolist() == wanted
 
 
 def tau_is_trimmed():
@@ -144,8 +141,8 @@ def masked_slot_0(anchor, *args, real=block.draft_inputs, **kwargs):
     return real(None, *args, **kwargs)
 
 
-def verify_without_the_anchor(body, cache, state, tree, *args, real=decode.verify):
-    return real(body, cache, state, replace(tree, tokens=tree.tokens.index_fill(1, torch.tensor([0]), 0)), *args)
+def verify_without_the_anchor(body, cache, start, tree, *args, real=decode.verify):
+    return real(body, cache, start, replace(tree, tokens=tree.tokens.index_fill(1, torch.tensor([0]), 0)), *args)
 
 
 def moved_rule(shift, real=rows.attention_rule):
@@ -175,22 +172,23 @@ def late_start(start, n, *args, real=rows.chain):
     return replace(layout, positions=layout.positions + (layout.positions > 7))
 
 
-def no_compaction(self, counts, path=None, real=KVCache.commit):
-    return real(self, counts)
+def no_compaction(self, rows):
+    pass
 
 
-def compaction_row_by_row(self, counts, path=None):
-    """Writes before it has read everything: right only while no source lies under a target."""
-    for i, count in enumerate(counts, self.place.first):
-        for k in range(count - 1, -1, -1) if path is not None else ():
-            at = self.lengths[i]
+def compaction_row_by_row(self, rows):
+    """Writes before it has read everything, the last row first: right only while no source lies under a target."""
+    for i, path in enumerate(rows.tolist()):
+        at = int(self.place.slot[i, 0])
+        for k in range(len(path) - 1, -1, -1):
             for store in self.stores:
-                store[i, :, at + k] = store[i, :, at + int(path[i - self.place.first, min(k + 1, count - 1)])]
-        self.lengths[i] += count
+                store[i, :, at + k] = store[i, :, at + path[k]]
 
 
-def one_row_too_many(self, counts, path=None, real=KVCache.commit):
-    return real(self, [c + 1 for c in counts], path)
+def one_row_too_many(cache, slots, frame, tree, accepted, taps, depth, real=decode.settle):
+    out = real(cache, slots, frame, tree, accepted, taps, depth)
+    slots.start[frame.span] += 1
+    return out
 
 
 def adapter_on_everywhere(self, x):
@@ -231,10 +229,10 @@ FAULTS = {
     "limit one lower": Fault(draft_sees_what_the_rule_says, "selfspec.attention.attention_rule", lower_limit),
     "limit one lower, decoding": Fault(first_draft_is_right, "selfspec.attention.attention_rule", lower_limit),
     "positions off by one": Fault(walk_is_the_models_own, "selfspec.rows.chain", late_start),
-    "compaction skipped": Fault(second_branch_is_committed, "selfspec.cache.KVCache.commit", no_compaction),
-    "compaction skipped, decoding": Fault(trees_are_exact, "selfspec.cache.KVCache.commit", no_compaction),
-    "compaction row by row": Fault(trees_are_exact, "selfspec.cache.KVCache.commit", compaction_row_by_row),
-    "rejected row committed": Fault(lengths_follow_the_text, "selfspec.cache.KVCache.commit", one_row_too_many),
+    "compaction skipped": Fault(second_branch_is_committed, "selfspec.cache.KVCache.compact", no_compaction),
+    "compaction skipped, decoding": Fault(trees_are_exact, "selfspec.cache.KVCache.compact", no_compaction),
+    "compaction row by row": Fault(second_branch_is_committed, "selfspec.cache.KVCache.compact", compaction_row_by_row),
+    "rejected row committed": Fault(lengths_follow_the_text, "selfspec.decode.settle", one_row_too_many),
     "adapter on in verify": Fault(
         clean_rows_ignore_the_adapter, "selfspec.backbone.RoutedLinear.forward", adapter_on_everywhere
     ),

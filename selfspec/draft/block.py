@@ -35,7 +35,14 @@ def draft_inputs(
 
 
 def propose(
-    backbone: Backbone, cache: KVCache, anchor: Tensor, start: Tensor, size: int, path, features: Tensor | None = None
+    backbone: Backbone,
+    cache: KVCache,
+    anchor: Tensor,
+    start: Tensor,
+    size: int,
+    path,
+    features: Tensor | None = None,
+    n_keys: int | None = None,
 ) -> Tensor:
     """Marginals of the size - 1 positions after the anchor.
 
@@ -47,6 +54,7 @@ def propose(
         size: nodes that the resulting chain will have, the anchor included.
         path: the mask path's configuration.
         features: [N, F] of the last committed position, for a path that wants them.
+        n_keys: K of `KVCache.bind`, where the caller fixes it.
 
     Returns:
         [N, size - 1, V] logits; the mask's own vocabulary id is banned.
@@ -55,7 +63,7 @@ def propose(
     rows = block_layout(start, n_rows, path.causal)
     features = None if features is None else features[:, None]
     inputs = draft_inputs(anchor, len(anchor), n_rows, 1, anchor.device, features)
-    hidden = backbone(rows, cache, draft=inputs).draft  # [N, n_rows, d]
+    hidden = backbone(rows, cache, draft=inputs, n_keys=n_keys).draft  # [N, n_rows, d]
     return ban_mask(backbone.logits(hidden if path.shift else hidden[:, 1:]), path.mask_id)
 
 

@@ -6,8 +6,6 @@ no forward, and pays where answers quote their prompt or repeat themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,37 +14,29 @@ from selfspec.draft import DraftTree
 LONGEST, SHORTEST = 3, 2  # n-grams looked up; single tokens match too much
 
 
-class Index:
-    """Where each n-gram of a growing text was last followed by something."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> index of the token after its last occurrence
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
-        for token in tokens:
-            end = len(self.tokens)
-            for n in range(SHORTEST, min(LONGEST, end) + 1):
-                self._after[tuple(self.tokens[end - n :])] = end
-            self.tokens.append(token)
-
-    def guess(self, n: int) -> list[int]:
-        """Up to n tokens that followed the longest known ending of the text."""
-        for size in range(min(LONGEST, len(self.tokens)), SHORTEST - 1, -1):
-            at = self._after.get(tuple(self.tokens[-size:]))
-            if at is not None:
-                return self.tokens[at : at + n]
-        return []
-
-
-def lookup(anchor: Tensor, guesses: list[list[int]]) -> DraftTree:
-    """A chain for every request, ragged ones padded with tokens that never match.
+def lookup(text: Tensor, start: Tensor, size: int) -> DraftTree:
+    """A chain for every request: what followed the last occurrence of the longest known ending of its text.
 
     Args:
-        anchor: [N] long.
-        guesses: the tokens guessed to follow each anchor.
+        text: [N, W] long, the token of position p at p.
+        start: [N] long, position of the anchor, the text's last token.
+        size: nodes of the chain, the anchor included.
+
+    Returns:
+        Chains of `size` nodes; -1 where nothing is guessed.
     """
-    longest = max(map(len, guesses))
-    rows = torch.tensor([g + [-1] * (longest - len(g)) for g in guesses], dtype=torch.long, device=anchor.device)
-    return DraftTree(torch.cat([anchor[:, None], rows.reshape(len(guesses), longest)], 1))
+    n, width = text.shape
+    place = torch.arange(width, device=text.device)
+    hit = place < start[:, None]  # an n-gram that ends here is followed by a known token
+    end = torch.full_like(start, -1)
+    for length in range(1, LONGEST + 1):
+        back = length - 1
+        want = text.gather(1, (start - back).clamp(min=0)[:, None])  # [N, 1]
+        hit = hit & (text.roll(back, 1) == want) & (place >= back) & (start >= back)[:, None]
+        if length >= SHORTEST:
+            last = torch.where(hit, place, -1).amax(1)  # [N]
+            end = torch.where(last >= 0, last, end)
+    at = end[:, None] + 1 + torch.arange(size - 1, device=text.device)  # [N, size - 1]
+    known = (end >= 0)[:, None] & (at <= start[:, None])
+    guesses = torch.where(known, text.gather(1, at.clamp(max=width - 1)), -1)
+    return DraftTree(torch.cat([text.gather(1, start[:, None]), guesses], 1))

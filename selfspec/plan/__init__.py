@@ -51,6 +51,12 @@ class Plan:
         """Whether drafts are trees rather than chains."""
         return self.drafts and "tree" in self.mode
 
+    @property
+    def rows(self) -> int:
+        """Rows of a request in the largest forward."""
+        nodes = self.tree_nodes + 1 if self.tree else self.block_size
+        return nodes * (1 + self.block_size) if self.overlap else max(nodes, self.block_size)
+
     def require(self, path: Any) -> None:
         """Refuse what a mask path cannot do.
 

@@ -1,0 +1,116 @@
+"""Prompts on their way into the cache, some positions at a time, beside requests that decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from selfspec import decode
+from selfspec.backbone import Backbone
+from selfspec.cache import KVCache
+from selfspec.decode import Frame
+from selfspec.draft import DraftTree
+from selfspec.graphs import Graphs
+from selfspec.prefixes import Prefixes
+from selfspec.request import Request
+from selfspec.slots import Slots
+from selfspec.verify import Accept
+from selfspec.verify.greedy import greedy
+
+CHUNK = 512  # positions of one request in a forward, so that memory does not grow with the square of the prompt
+ROWS = 8192  # positions of all requests in a forward
+NARROWEST = 16  # rows per request of a graph; the others are its doubles
+
+
+class Joining:
+    """Requests whose prompts are being prefilled, in order.
+
+    Args:
+        backbone: the model.
+        cache: where each request has its slot.
+        slots: likewise.
+        prefixes: what the slots hold.
+        graphs: runs the forwards.
+    """
+
+    def __init__(self, backbone: Backbone, cache: KVCache, slots: Slots, prefixes: Prefixes, graphs: Graphs):
+        self.backbone, self.cache, self.slots, self.prefixes, self.graphs = backbone, cache, slots, prefixes, graphs
+        self.requests: list[Request] = []
+
+    def chunk(
+        self,
+        held: list[Request | None],
+        frame: Callable[[int, int, int], Frame],
+        accept: Callable[[list[Request | None]], Accept | None],
+    ) -> tuple[list[tuple[Request, int]], list[Request], list[tuple[Request, int]]]:
+        """Run the next positions of the first requests.
+
+        Args:
+            held: who holds which slot.
+            frame: of a first slot, a number of requests and rows.
+            accept: how requests' tokens are chosen.
+
+        Returns:
+            The requests of the forward and how many positions each ran; those whose prompts are through; and the first
+            tokens of those that are new.
+        """
+        run, width = self._next(held)
+        first, lengths = run[0].slot, self.cache.lengths
+        assert first is not None
+        counts = [min(width, goal(r) - lengths[first + i]) for i, r in enumerate(run)]
+        last, taps = None, None
+        if width:
+            if self.graphs.enabled:
+                width = min(max(NARROWEST, 1 << (width - 1).bit_length()), self.cache.tail)
+            place = frame(first, len(run), width)
+            prefill = partial(decode.prefill, self.backbone, self.cache, self.slots, place, width=width)
+            count = torch.tensor(counts, device=self.backbone.device)
+            last, taps = self.graphs(("prefill", place, width), prefill, count)
+            self.slots.start[place.span] += count
+        self.cache.commit(counts, first)
+        through = [i for i, r in enumerate(run) if lengths[first + i] == goal(r)]
+        fresh = [i for i in through if not run[i].output]
+        if taps is not None and self.slots.features is not None:
+            for i in through:
+                self.slots.features[first + i] = taps[i]
+        tokens = [] if last is None or not fresh else self._choose([run[i] for i in fresh], last[fresh], accept)
+        ready = [run[i] for i in through]
+        self.requests = [r for r in self.requests if not any(r is x for x in ready)]
+        return list(zip(run, counts)), ready, tokens
+
+    def _choose(
+        self, requests: list[Request], hidden: Tensor, accept: Callable[[list[Request | None]], Accept | None]
+    ) -> list[tuple[Request, int]]:
+        """What follows each prompt. hidden: [m, d] of its last position"""
+        device = self.backbone.device
+        ends = DraftTree(torch.tensor([[r.prompt[-1]] for r in requests], device=device))
+        start = torch.tensor([len(r.prompt) - 1 for r in requests], device=device)
+        logits, chosen = self.backbone.logits(hidden[:, None]), accept([*requests])
+        tokens = (greedy(ends, logits) if chosen is None else chosen(ends, logits, start)).tokens[:, 0]
+        self.slots.text[torch.tensor([r.slot for r in requests], device=device), start + 1] = tokens
+        return list(zip(requests, tokens.tolist(), strict=True))
+
+    def _next(self, held: list[Request | None]) -> tuple[list[Request], int]:
+        """Requests in neighbouring slots whose prompts go through one forward, and its rows per request."""
+        run: list[Request] = []
+        width = 0
+        for r in self.requests:
+            assert r.slot is not None
+            neighbour = not run or r.slot == run[0].slot + len(run)  # type: ignore[operator]
+            if not neighbour or any(self.prefixes.worth(r.prompt, other.prompt) for other in run):
+                break  # one of these is about to compute a prefix that the request can then copy
+            self.slots.start[r.slot] = self.prefixes.fetch(r.slot, (r.prompt + r.output)[: goal(r)], held)
+            wider = max(width, min(CHUNK, goal(r) - self.cache.lengths[r.slot]))
+            if run and wider * (len(run) + 1) > ROWS:
+                break
+            run.append(r)
+            width = wider
+        return run, width
+
+
+def goal(request: Request) -> int:
+    """Positions to prefill: the prompt, or all but the last token of a text that goes on."""
+    return len(request.prompt) + max(0, len(request.output) - 1)

@@ -1,0 +1,62 @@
+"""What rounds read and write of every request: tensors that stay where they are, so that a CUDA graph can replay."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.draft.lookup import LONGEST
+
+
+class Slots:
+    """One row for each cache slot.
+
+    Args:
+        n: slots.
+        capacity: positions of a request.
+        device: of the model.
+        features: F, width of what the mask path wants to know of the last committed position; 0 for nothing.
+        saved: (positions, V) of the drafts that an overlapped round leaves for the next one; None for none.
+        dtype: of features and saved drafts.
+
+    Attributes:
+        text: [n, W] long, prompt and answer, the token of position p at p; the last column takes what nobody wants.
+        start: [n] long, committed positions, and so the position of the anchor: the last token known.
+        left: [n] long, tokens that may still be emitted; 0 in a slot that no round may advance.
+        seed: [n] long, of sampling.
+        features: [n, F] of position start - 1, or None.
+        saved: [n, T, V] logits of the positions after the anchor, or None.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        capacity: int,
+        device: torch.device,
+        features: int = 0,
+        saved: tuple[int, int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ):
+        def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
+            return torch.zeros(n, *shape, dtype=dtype, device=device)
+
+        self.text = zeros(capacity + LONGEST + 1)
+        self.start, self.left, self.seed = zeros(), zeros(), zeros()
+        self.features = zeros(features, dtype=dtype) if features else None
+        self.saved = zeros(*saved, dtype=dtype) if saved else None
+
+    def anchor(self, n: int) -> Tensor:
+        """Last known token of the first n requests. [n] long"""
+        return self.text[:n].gather(1, self.start[:n, None])[:, 0]
+
+    def put(self, slot: int, text: list[int], start: int, seed: int) -> None:
+        """Take in a request that no round advances yet."""
+        self.text[slot, : len(text)] = torch.tensor(text, device=self.text.device)
+        self.start[slot], self.left[slot], self.seed[slot] = start, 0, seed
+
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy rows to other places, over what stood there; no slot may be in both lists."""
+        old, new = torch.tensor([sources, targets], device=self.text.device)
+        for t in (self.text, self.start, self.left, self.seed, self.features, self.saved):
+            if t is not None:
+                t[new] = t[old]
