@@ -23,6 +23,7 @@ from selfspec.stats import Stats, total
 
 Prompts = Sequence[str | Sequence[int]]
 LOOKUP_BLOCK = 8  # nodes of a looked-up chain: longer ones are seldom right, and every row costs
+ROUND_UP = 1024  # positions of a session on a GPU, so that the next, longer text fits it too
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +48,7 @@ class SelfSpecModel:
         self.backbone.pack()
         self.stats = Stats()
         self.request_stats: list[Stats] = []
+        self._kept: Session | None = None
 
     @classmethod
     def from_pretrained(
@@ -205,16 +207,35 @@ class SelfSpecModel:
             raise ValueError(f"slots={slots}: expected 1 or more")
         if not requests:
             return
+        session = self._session_for(requests, plan, slots, verify)
+        try:
+            for request in requests:
+                session.check(request)
+            waiting = list(requests)
+            while waiting or session.active:
+                batch, waiting = waiting[: session.free], waiting[session.free :]
+                session.add(batch)
+                yield from (tokens for request, tokens in session.step() if request is requests[0])
+        finally:
+            session.clear()
+            if session.graphs.enabled:  # what was captured and compiled for it serves the next call too
+                self._kept = session
+
+    def _session_for(self, requests: list[Request], plan: Plan, slots: int | None, verify: str) -> Session:
+        """A session with room for these requests: the last call's, or a new one."""
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
+        kept, self._kept = self._kept, None  # nobody else gets it meanwhile
+        wanted = min(slots or len(requests), len(requests))
+        if kept is not None and kept.suits(plan, capacity, verify) and len(kept.requests) >= wanted:
+            kept.use(plan)
+            kept.limit = wanted
+            return kept
+        del kept
+        if self.backbone.device.type == "cuda":
+            limit = self.backbone.max_positions or capacity
+            capacity = max(capacity, min(limit, -(-capacity // ROUND_UP) * ROUND_UP))
         slots = min(slots or fitting(self.backbone, capacity), len(requests))
-        session = Session(self.backbone, plan, slots, capacity, verify)
-        for request in requests:
-            session.check(request)
-        waiting = list(requests)
-        while waiting or session.active:
-            batch, waiting = waiting[: session.free], waiting[session.free :]
-            session.add(batch)
-            yield from (tokens for request, tokens in session.step() if request is requests[0])
+        return Session(self.backbone, plan, slots, capacity, verify)
 
     def plan(self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16) -> Plan:
         """The fixed plan that these choices stand for.

@@ -105,7 +105,7 @@ class Rounds:
         accepted = greedy(tree, logits) if accept is None else accept(tree, logits, start)
         if group:
             assert slots.saved is not None
-            slots.saved[: frame.n] = decode.saved_draft(backbone, accepted, hidden, group, config)
+            slots.saved[: frame.n, : group - 1] = decode.saved_draft(backbone, accepted, hidden, group, config)
         depth = min(tree.n_nodes, size)
         return decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth)
 

@@ -69,18 +69,12 @@ class Session:
         graphs: bool | Graphs = True,
         reuse: bool = False,
     ):
-        self.backbone, self.plan = backbone, plan
+        self.backbone = backbone
         self.chooser = Chooser(verify)
-        if plan.tree and verify in CHAINS:
-            raise ValueError(f"verify={verify!r} is for chains; trees take 'coupled' or 'multi'")
-        if plan.lookup and self.chooser.draws:
-            raise ValueError(f"verify={verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
         self.config = getattr(backbone.path, "config", None)
-        plan.require(self.config)
-        tail = max(plan.rows, min(CHUNK, capacity))
-        self.cache = backbone.new_cache(slots, capacity, tail)
-        saved = (plan.block_size - 1, backbone.vocab_size) if plan.overlap else None
-        self.slots = Slots(slots, capacity, backbone.device, backbone.n_features, saved, backbone.dtype)
+        self._require(plan)
+        self.cache = backbone.new_cache(slots, capacity, max(plan.rows, min(CHUNK, capacity)))
+        self.slots = Slots(slots, capacity, backbone.device, backbone.n_features, backbone.dtype)
         if isinstance(graphs, bool):
             graphs = Graphs(backbone.device, graphs and capturable(backbone.config))
         self.graphs = graphs
@@ -91,6 +85,35 @@ class Session:
         self._flights: deque[_Flight] = deque()
         self._landed: list[tuple[Request, list[int]]] = []  # read between steps
         self._stale = True  # some request has no saved draft
+        self.limit = slots  # requests at a time, if not all slots are to be used
+        self.use(plan)
+
+    def use(self, plan: Plan) -> None:
+        """Go on with another plan; drafts that were saved for the next round are dropped.
+
+        Raises:
+            ValueError: as at the start, or the plan's rows do not fit the cache.
+        """
+        self._require(plan)
+        if plan.rows > self.cache.tail:
+            raise ValueError(f"the plan runs {plan.rows} rows a request; this session has room for {self.cache.tail}")
+        if plan.overlap:
+            assert self.config is not None
+            self.slots.save_drafts(self.config.block_size - 1, self.backbone.vocab_size)
+        self.plan, self._stale = plan, True
+
+    def suits(self, plan: Plan, capacity: int, verify: str) -> bool:
+        """Whether another plan and texts of this length fit."""
+        return plan.rows <= self.cache.tail and capacity <= self.cache.capacity and verify == self.chooser.verify
+
+    def _require(self, plan: Plan) -> None:
+        """Refuse what the mask path was not trained for, and drafts that the verifier does not take."""
+        verify = self.chooser.verify
+        if plan.tree and verify in CHAINS:
+            raise ValueError(f"verify={verify!r} is for chains; trees take 'coupled' or 'multi'")
+        if plan.lookup and self.chooser.draws:
+            raise ValueError(f"verify={verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
+        plan.require(self.config)
 
     # ---- who runs
 
@@ -106,8 +129,8 @@ class Session:
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds."""
-        return sum(r is None for r in self.requests)
+        """Requests that may still be added."""
+        return self.limit - len(self.active)
 
     def add(self, requests: list[Request]) -> None:
         """Give requests a slot each; the next steps prefill them. One that was released goes on where it stood.
@@ -118,8 +141,8 @@ class Session:
         for r in requests:
             self.check(r)
         if len(requests) > self.free:
-            taken, n = len(self.requests) - self.free, len(self.requests)
-            raise ValueError(f"{taken} of {n} slots are taken; {len(requests)} more do not fit")
+            taken = f"{len(self.active)} of {self.limit} slots are taken"
+            raise ValueError(f"{taken}; {len(requests)} more do not fit")
         for r in requests:
             r.device, r.drawn = self.backbone.device, self.chooser.draws
             text = r.prompt + r.output

@@ -16,7 +16,6 @@ class Slots:
         capacity: positions of a request.
         device: of the model.
         features: F, width of what the mask path wants to know of the last committed position; 0 for nothing.
-        saved: (positions, V) of the drafts that an overlapped round leaves for the next one; None for none.
         dtype: of features and saved drafts.
 
     Attributes:
@@ -25,17 +24,11 @@ class Slots:
         left: [n] long, tokens that may still be emitted; 0 in a slot that no round may advance.
         seed: [n] long, of sampling.
         features: [n, F] of position start - 1, or None.
-        saved: [n, T, V] logits of the positions after the anchor, or None.
+        saved: [n, T, V] logits of the positions after the anchor, where overlapped rounds leave them.
     """
 
     def __init__(
-        self,
-        n: int,
-        capacity: int,
-        device: torch.device,
-        features: int = 0,
-        saved: tuple[int, int] | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, capacity: int, device: torch.device, features: int = 0, dtype: torch.dtype = torch.float32
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(n, *shape, dtype=dtype, device=device)
@@ -43,7 +36,14 @@ class Slots:
         self.text = zeros(capacity + LONGEST + 1)
         self.start, self.left, self.seed = zeros(), zeros(), zeros()
         self.features = zeros(features, dtype=dtype) if features else None
-        self.saved = zeros(*saved, dtype=dtype) if saved else None
+        self.saved: Tensor | None = None
+        self._dtype = dtype
+
+    def save_drafts(self, positions: int, vocab_size: int) -> None:
+        """Make room for drafts of so many positions, once: captured rounds know the place."""
+        if self.saved is None:
+            shape = len(self.start), positions, vocab_size
+            self.saved = torch.zeros(shape, dtype=self._dtype, device=self.start.device)
 
     def anchor(self, n: int) -> Tensor:
         """Last known token of the first n requests. [n] long"""
