@@ -105,7 +105,7 @@ def verify(
     """
     clean = rows.chain(state.start, tree.n_nodes)
     if tree.parents is not None:
-        clean = rows.tree(state.start, tree.parents)
+        clean = rows.tree(state.start, tree.parents, tree.ancestors)
     layout, inputs = clean, None
     if group_size:
         n, m = tree.tokens.shape

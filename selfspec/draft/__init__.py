@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from selfspec import rows
 
 
 @dataclass(frozen=True)
@@ -18,15 +21,38 @@ class DraftTree:
         parents: [N, M] long, a parent stands before its child; node 0 has -1, and so has padding. None means a chain.
         probs: [N, T, V] float64, what the tokens at depths 1..T were drawn from, siblings without replacement and in
             order; None where they were chosen otherwise.
+        scores: [N, M] float32, the drafter's log-probability of each node's path, 0 at the anchor and -inf at padding;
+            None where the drafter says nothing of it.
+        paths: [N, M, M] bool, `ancestors` where the builder has them anyway.
+        levels: [N, M] long, `depths` likewise.
     """
 
     tokens: Tensor
     parents: Tensor | None = None
     probs: Tensor | None = None
+    scores: Tensor | None = None
+    paths: Tensor | None = None
+    levels: Tensor | None = None
 
     @property
     def n_nodes(self) -> int:
         return self.tokens.shape[1]
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """`out[n, i, j]`: node j is i or an ancestor of i. bool [N, M, M]"""
+        if self.paths is not None:
+            return self.paths
+        return rows.ancestors(repeat_parents(self.n_nodes, self.tokens) if self.parents is None else self.parents)
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """Steps from the anchor to each node, 0 for padding. [N, M] long"""
+        if self.levels is not None:
+            return self.levels
+        if self.parents is None:
+            return torch.arange(self.n_nodes, device=self.tokens.device).expand_as(self.tokens)
+        return self.ancestors.sum(-1) - 1
 
 
 def chain_of(anchor: Tensor, logits: Tensor) -> DraftTree:

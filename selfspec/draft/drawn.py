@@ -7,12 +7,14 @@ Shape and q know nothing of the tokens drawn, and the noise is new in every roun
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from selfspec import sampling
 from selfspec.draft import DraftTree
-from selfspec.draft.tree import best_first
+from selfspec.draft.tree import RANKS, best_first
 
 
 def drawn(anchor: Tensor, scores: Tensor, seed: Tensor, start: Tensor, budget: int | None = None) -> DraftTree:
@@ -29,9 +31,8 @@ def drawn(anchor: Tensor, scores: Tensor, seed: Tensor, start: Tensor, budget: i
     log_q = scores.double().log_softmax(-1)
     key = sampling.hashed(seed, sampling.DRAFT, start)[:, None].expand(n, t).reshape(-1)
     depth = torch.arange(t, device=anchor.device).expand(n, t).reshape(-1)
-    k = 1 if budget is None else min(budget, v)
+    k = 1 if budget is None else min(budget, v, RANKS)
     order = sampling.perturbed(log_q.view(-1, v), key, depth, lambda s: s.topk(k, -1).indices).view(n, t, k)
     if budget is None:
         return DraftTree(torch.cat([anchor[:, None], order[..., 0]], 1), None, log_q.exp())
-    shape = best_first(anchor, log_q, budget, order)
-    return DraftTree(shape.tokens, shape.parents, log_q.exp())
+    return replace(best_first(anchor, log_q, budget, order), probs=log_q.exp())
