@@ -38,6 +38,13 @@ class DraftTree:
     def n_nodes(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def sizes(self) -> Tensor:
+        """[N] long, nodes that are not padding, the anchor included."""
+        if self.parents is None:
+            return (self.tokens >= 0).sum(1)
+        return (self.parents >= 0).sum(1) + 1
+
     @cached_property
     def ancestors(self) -> Tensor:
         """`out[n, i, j]`: node j is i or an ancestor of i. bool [N, M, M]"""
@@ -63,6 +70,27 @@ def chain_of(anchor: Tensor, logits: Tensor) -> DraftTree:
         logits: [N, T, V] marginals of the T positions after the anchor.
     """
     return DraftTree(torch.cat([anchor[:, None], logits.argmax(-1)], 1))
+
+
+def cut(tree: DraftTree, sizes: Tensor) -> DraftTree:
+    """Keep each tree's first nodes and turn the others into padding; the shape stays.
+
+    Args:
+        tree: with the nodes that are to be kept standing first, such as one built best-first.
+        sizes: [N] long, nodes kept, the anchor included.
+    """
+    gone = torch.arange(tree.n_nodes, device=sizes.device) >= sizes[:, None]  # [N, M]
+    parents = repeat_parents(tree.n_nodes, tree.tokens) if tree.parents is None else tree.parents
+    return DraftTree(
+        tree.tokens.masked_fill(gone, -1),
+        parents.masked_fill(gone, -1),
+        tree.probs,
+        None if tree.scores is None else tree.scores.masked_fill(gone, -torch.inf),
+        None
+        if tree.paths is None
+        else tree.paths & ~gone[:, :, None] | torch.eye(tree.n_nodes, dtype=torch.bool, device=sizes.device),
+        None if tree.levels is None else tree.levels.masked_fill(gone, 0),
+    )
 
 
 def repeat_parents(n_nodes: int, like: Tensor) -> Tensor:

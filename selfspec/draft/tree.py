@@ -24,21 +24,19 @@ RANKS = 64  # candidates per position; more are only reached by trees of hundred
 LARGEST = 255  # nodes beside the anchor that the kernel can index
 
 
-def best_first(anchor: Tensor, logits: Tensor, budget: int, order: Tensor | None = None) -> DraftTree:
+def best_first(anchor: Tensor, logits: Tensor, budget: int) -> DraftTree:
     """The `budget` most probable prefixes as a tree, among the RANKS most probable tokens of each position.
 
     Args:
         anchor: [N] long.
         logits: [N, T, V] marginals of the T positions after the anchor; -inf bans a token.
         budget: nodes beside the anchor.
-        order: [N, T, K] long, the tokens that stand at ranks 0..K-1 instead of the most probable ones.
 
     Returns:
         A tree of budget + 1 nodes, parents before children and the most probable first (fewer possible prefixes leave
         padding).
     """
-    top, ids = ranked(logits, budget)
-    return grow(anchor, top, ids if order is None else order[..., : top.shape[-1]], budget)
+    return grow(anchor, *ranked(logits, budget), budget)
 
 
 def ranked(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:
