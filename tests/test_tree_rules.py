@@ -11,6 +11,7 @@ from selfspec.draft import DraftTree, cut
 from selfspec.draft.trees import TAPS, TREES, Bastion, CaDDTree, DDTree, DominoTree, OPTTree
 from selfspec.draft.trees.bastion import Roofline
 from selfspec.draft.trees.caddtree import costs
+from selfspec.draft.trees.domino import over_candidates
 from selfspec.draft.trees.taps import BINS
 from selfspec.rows import ancestors
 from selfspec.verify.greedy import walk
@@ -186,6 +187,22 @@ def test_an_opt_tree_is_the_best_first_tree(budget):
     check(levels, budget)
     for row in range(2):
         assert nodes_of(levels, row) == pytest.approx(nodes_of(heap, row), abs=1e-6)
+
+
+@pytest.mark.parametrize("budget", [4, 30])
+def test_candidates_with_their_transitions_give_the_conditioned_tree(budget):
+    depth, vocab = 3, 4
+    logits, head = logits_of(1), 2 * torch.randn(depth, vocab, vocab, generator=torch.Generator().manual_seed(2))
+    want = DominoTree(lambda tokens, d: head[d][tokens], budget)(ANCHOR, logits, budget)
+    candidates = torch.stack([torch.randperm(vocab, generator=torch.Generator().manual_seed(i)) for i in range(6)])
+    candidates = candidates.view(2, depth, vocab)
+    before = torch.cat([ANCHOR[:, None, None].expand(2, 1, vocab), candidates[:, :-1]], 1)
+    log_q = torch.stack([(logits[:, d, None] + head[d][before[:, d]]).log_softmax(-1) for d in range(depth)], 1)
+    table = log_q.gather(3, candidates[:, :, None].expand(-1, -1, vocab, -1))
+    tree = over_candidates(ANCHOR, candidates, table, budget)
+    check(tree, budget)
+    for row in range(2):
+        assert nodes_of(tree, row) == pytest.approx(nodes_of(want, row), abs=1e-6)
 
 
 @pytest.mark.parametrize("budget,width", [(5, 5), (20, 20), (100, 100), (20, 2)])

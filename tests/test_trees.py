@@ -250,3 +250,25 @@ for kernel, types, fixed in (
     done = subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(int(size) > 0 for size in done.stdout.split())
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_growth_and_walk():
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    logits = torch.randn(4, 7, 50, device=DEVICE, generator=generator)
+    anchor, targets = torch.arange(4, device=DEVICE), torch.zeros(4, 41, dtype=torch.long, device=DEVICE)
+
+    def run():
+        tree = best_first(anchor, logits, 40)
+        return tree.tokens, tree.parents, tree.ancestors, walk(tree, targets).rows
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(3):
+        logits.copy_(torch.randn(4, 7, 50, device=DEVICE, generator=generator))
+        targets.copy_(torch.randint(0, 50, (4, 41), device=DEVICE, generator=generator))
+        graph.replay()
+        for got, want in zip(out, run()):
+            assert torch.equal(got, want)

@@ -123,17 +123,17 @@ def branches(tree: DraftTree, logits: Tensor, corrections: int = 2, banned: tupl
     top = scores.softmax(-1).topk(min(2, v), -1).values
     risky = (top[..., 0] - top[..., -1] < RISKY) & (first[..., 0] >= 0)
     scores = scores.scatter(2, first.clamp(min=0), -torch.inf)
-    if banned:
-        scores[..., list(banned)] = -torch.inf
+    for token in banned:  # one by one: a list as an index would be a copy from the host
+        scores[..., token] = -torch.inf
     second = scores.argmax(-1)  # [N, T]
     place = torch.arange(t, device=logits.device).expand(n, t)
     order = torch.where(risky, place, t).sort(1).values[:, :corrections]
     order = torch.nn.functional.pad(order, (0, corrections - order.shape[1]), value=t)
     real = order < t
-    token = torch.where(real, second.gather(1, order.clamp(max=t - 1)), MASK)
+    other = torch.where(real, second.gather(1, order.clamp(max=t - 1)), MASK)
     last = (tree.tokens[:, 1:] >= 0).sum(1, keepdim=True)
     mask = torch.full_like(last, MASK)
-    return Groups(torch.cat([torch.where(real, order, -1), last], 1), torch.cat([token, mask], 1))
+    return Groups(torch.cat([torch.where(real, order, -1), last], 1), torch.cat([other, mask], 1))
 
 
 def attach(
