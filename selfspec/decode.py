@@ -87,7 +87,7 @@ def verify(
     """
     clean = rows.chain(start, tree.n_nodes)
     if tree.parents is not None:
-        clean = rows.tree(start, tree.parents)
+        clean = rows.tree(start, tree.parents, tree.ancestors)
     layout, inputs = clean, None
     if group_size:
         n, m = tree.tokens.shape

@@ -93,11 +93,11 @@ class Rounds:
             clock.lap("draft")
         group = plan.block_size if plan.overlap else 0
 
-        def forward(tokens: Tensor, parents: Tensor | None = None) -> decode.Hidden:
-            candidates = DraftTree(tokens, parents)
+        def forward(tokens: Tensor, parents: Tensor | None = None, paths: Tensor | None = None) -> decode.Hidden:
+            candidates = DraftTree(tokens, parents, paths=paths)
             return decode.verify(backbone, self.cache, slots.start[: frame.n], candidates, frame, group, config)
 
-        parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents)
+        parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents, tree.ancestors)
         hidden = run(("verify", *key, tree.tokens.shape, len(parts), group), forward, *parts)
         logits = backbone.logits(hidden.clean)  # [n, M, V]
         if clock is not None:

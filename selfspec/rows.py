@@ -31,6 +31,7 @@ class RowLayout:
         key_positions: [N, S] long, position of each prefix slot; None when slot = position.
         segments: [N, R] long, packed document of each row; None when there is one.
         key_segments: [N, S] long, packed document of each prefix slot.
+        paths: [N, C, C] bool, `ancestors(parents)` where it is known already.
     """
 
     positions: Tensor
@@ -44,6 +45,7 @@ class RowLayout:
     key_positions: Tensor | None = None
     segments: Tensor | None = None
     key_segments: Tensor | None = None
+    paths: Tensor | None = None
 
     @property
     def n_requests(self) -> int:
@@ -77,14 +79,16 @@ def chain(start: Tensor, n: int, segments: Tensor | None = None) -> RowLayout:
     return RowLayout(positions, start, n, segments=segments)
 
 
-def tree(start: Tensor, parents: Tensor) -> RowLayout:
+def tree(start: Tensor, parents: Tensor, paths: Tensor | None = None) -> RowLayout:
     """Clean rows of a token tree; a node's position is `start` plus its depth.
 
     Args:
         start: [N] long, committed lengths.
         parents: [N, C] long, -1 for a root.
+        paths: [N, C, C] bool, `ancestors(parents)` where the tree's builder has it.
     """
-    return RowLayout(start[:, None] + depths(parents), start, parents.shape[1], parents=parents)
+    paths = ancestors(parents) if paths is None else paths
+    return RowLayout(start[:, None] + paths.sum(-1) - 1, start, parents.shape[1], parents=parents, paths=paths)
 
 
 def block(start: Tensor, n: int, causal: bool = False) -> RowLayout:
@@ -182,7 +186,7 @@ def row_to_row(layout: RowLayout) -> Tensor:
     if layout.parents is None:
         paths = torch.ones(c, c, dtype=torch.bool, device=device).tril().expand(n, c, c)
     else:
-        paths = ancestors(layout.parents)
+        paths = ancestors(layout.parents) if layout.paths is None else layout.paths
     if r == c:
         return paths
     assert layout.attach is not None and layout.group is not None

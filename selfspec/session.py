@@ -322,7 +322,7 @@ class Session:
 
     def _accept(self, requests: list[Request | None]) -> Accept | None:
         """How these requests' tokens are chosen; None where all are greedy on bare logits."""
-        if all(r is None or r.sampling is None for r in requests) and not self.chooser.draws and not self.plan.tree:
+        if all(r is None or r.sampling is None for r in requests) and not self.chooser.draws:
             return None
         return partial(self.chooser.accept, filled(requests))
 

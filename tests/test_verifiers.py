@@ -19,7 +19,7 @@ from transformers import (
 
 from selfspec import SelfSpecModel
 from selfspec.draft import DraftTree
-from selfspec.draft.drawn import drawn
+from selfspec.draft.drawn import drawn, replay
 from selfspec.draft.tree import best_first
 from selfspec.sampling import Pipeline, as_seed
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS
@@ -135,7 +135,12 @@ def chain_law(model, verifier):
     return emitted_law(model, DraftTree(tokens, None, q), chance, yes, verifier, accepts)
 
 
-def tree_law(model, budget, monkeypatch):
+def filled(anchor, log_q, budget, order):
+    """Shape first, drawn tokens second."""
+    return replay(best_first(anchor, log_q, budget), order)
+
+
+def tree_law(model, budget, monkeypatch, build=filled):
     """`multi` on trees: all orders in which each depth's candidates can be drawn, all decisions."""
     k = min(budget, V)
     orders = [tuple(o) for o in itertools.permutations(range(V), k)]
@@ -163,7 +168,7 @@ def tree_law(model, budget, monkeypatch):
     n = len(cases)
     yes = torch.tensor([y for _, y in cases])
     q = model.q.expand(n, -1, -1)
-    tree = best_first(torch.zeros(n, dtype=torch.long), q.log(), budget, torch.tensor([c for c, _ in cases]))
+    tree = build(torch.zeros(n, dtype=torch.long), q.log(), budget, torch.tensor([c for c, _ in cases]))
     tree = DraftTree(tree.tokens, tree.parents, q)
     chances = [math.prod(chance[d, o] for d, o in enumerate(c)) for c, _ in cases]
     weights = torch.tensor(chances, dtype=torch.float64)

@@ -6,6 +6,8 @@ path (Orthrus, arXiv 2605.12825) predicts one ahead of each row instead.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ def draft_inputs(
     """Inputs of `groups` groups of `size` rows per request.
 
     Args:
-        anchor: [N] long, the known token in slot 0; None leaves a mask there (bonus hidden).
+        anchor: [N] or [N, groups] long, the known token in slot 0; `MASK` or None leaves a mask there (bonus hidden).
         n: requests.
         size: rows of a group.
         groups: groups per request.
@@ -29,7 +31,7 @@ def draft_inputs(
     """
     tokens = torch.full((n, groups, size), MASK, dtype=torch.long, device=device)
     if anchor is not None:
-        tokens[:, :, 0] = anchor[:, None]
+        tokens[:, :, 0] = anchor.view(n, -1)
     slots = torch.arange(size, device=device).repeat(groups).expand(n, -1)
     return DraftRows(tokens.flatten(1), slots, features)
 
@@ -43,6 +45,7 @@ def propose(
     path,
     features: Tensor | None = None,
     n_keys: int | None = None,
+    known: Tensor | None = None,
 ) -> Tensor:
     """Marginals of the size - 1 positions after the anchor.
 
@@ -55,6 +58,7 @@ def propose(
         path: the mask path's configuration.
         features: [N, F] of the last committed position, for a path that wants them.
         n_keys: K of `KVCache.bind`, where the caller fixes it.
+        known: [N, size - 1] long, draft tokens that stand in slots 1, 2, ... instead of masks; `MASK` where none does.
 
     Returns:
         [N, size - 1, V] logits; the mask's own vocabulary id is banned.
@@ -63,6 +67,8 @@ def propose(
     rows = block_layout(start, n_rows, path.causal)
     features = None if features is None else features[:, None]
     inputs = draft_inputs(anchor, len(anchor), n_rows, 1, anchor.device, features)
+    if known is not None:
+        inputs = replace(inputs, tokens=torch.cat([anchor[:, None], known[:, : n_rows - 1]], 1))
     hidden = backbone(rows, cache, draft=inputs, n_keys=n_keys).draft  # [N, n_rows, d]
     return ban_mask(backbone.logits(hidden if path.shift else hidden[:, 1:]), path.mask_id)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec import rows, sampling
+from selfspec import sampling
 from selfspec.draft import DraftTree
 
 
@@ -63,6 +63,4 @@ class Noise:
 
     def positions(self, tree: DraftTree) -> Tensor:
         """Position of the token that comes after each node. [N, M] long"""
-        if tree.parents is None:
-            return self.start[:, None] + 1 + torch.arange(tree.n_nodes, device=self.start.device)
-        return self.start[:, None] + 1 + rows.depths(tree.parents)
+        return self.start[:, None] + 1 + tree.depths

@@ -29,22 +29,23 @@ def walk(tree: DraftTree, targets: Tensor) -> Accepted:
 
     Args:
         tree: N trees of M nodes.
-        targets: [N, M] long, the base model's token after each node.
+        targets: [N, M] long, the base model's token after each node; only those on the path have to be known.
     """
     n, m = tree.tokens.shape
     if tree.parents is None:
         hits = (tree.tokens[:, 1:] == targets[:, :-1]).long().cumprod(1)  # [N, M - 1]
         rows = torch.arange(m, device=targets.device).expand(n, m)
         return Accepted(rows, 1 + hits.sum(1), targets)
-    at = torch.zeros(n, dtype=torch.long, device=targets.device)
-    count, alive = at + 1, at == 0
-    path = [at]
-    for _ in range(m - 1):
-        want = targets.gather(1, at[:, None])
-        child = (tree.parents == at[:, None]) & (tree.tokens == want)  # [N, M]
-        alive = alive & child.any(1)
-        at = torch.where(alive, child.int().argmax(1), at)
-        count = count + alive
-        path.append(at)
-    rows = torch.stack(path, 1)
+    index = torch.arange(m, device=targets.device).expand(n, m)
+    wanted = tree.tokens == targets.gather(1, tree.parents.clamp(min=0))
+    child = wanted & (tree.parents >= 0)
+    # of siblings with one token the first is followed
+    home = torch.where(child, tree.parents, m)
+    first = torch.full_like(targets[:, :1], m).repeat(1, m + 1).scatter_reduce(1, home, index, "amin")
+    taken = (child & (first.gather(1, home) == index)) | (index == 0)
+    kept = ~(tree.ancestors & ~taken[:, None]).any(-1)  # [N, M], the nodes of one path
+    depths = tree.depths
+    count = kept.sum(1)
+    last = torch.where(kept, depths, -1).argmax(1)
+    rows = last[:, None].repeat(1, m + 1).scatter(1, torch.where(kept, depths, m), index)[:, :m]
     return Accepted(rows, count, targets.gather(1, rows))
