@@ -257,6 +257,22 @@ class Backbone(nn.Module):
             compiled: Any = torch.compile(layer, dynamic=False, **options)
             self.layers[i] = compiled
 
+    def fuse(self, exact: bool = False) -> str:
+        """Run layers, final norm and head by our own kernels, where they give the same; for decoding alone.
+
+        Args:
+            exact: a row's bits may depend on nothing but its own text, whatever runs beside it.
+
+        Returns:
+            What was fused, and why the rest was not.
+
+        Raises:
+            UnsupportedModel: exact, and this model, device or attention backend cannot be; the message says why.
+        """
+        from selfspec.fused import fuse  # needs triton, which a CPU does without
+
+        return fuse(self, exact)
+
     def pack(self) -> None:
         """Lay weights out for fast decoding, where that helps (bfloat16 on a CPU). Training must not follow.
 

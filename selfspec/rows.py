@@ -143,6 +143,16 @@ def ancestors(parents: Tensor) -> Tensor:
     return step
 
 
+def paths(parents: Tensor) -> Tensor:
+    """`out[n, i, j]`: the row at depth j on the way from the root to row i, -1 below i. [N, C] -> int32 [N, C, C]"""
+    n, c = parents.shape
+    up = ancestors(parents)  # [N, C, C]
+    depth = (up.sum(-1) - 1)[:, None].expand(n, c, c)  # of each ancestor
+    rows = torch.arange(c, device=parents.device, dtype=torch.int32).expand(n, c, c)
+    out = torch.full((n, c, c + 1), -1, dtype=torch.int32, device=parents.device)
+    return out.scatter_(2, torch.where(up, depth, c), torch.where(up, rows, -1))[..., :c].contiguous()
+
+
 def attention_rule(layout: RowLayout, n_keys: int, window: int | None = None) -> Tensor:
     """The reference mask: `out[n, i, t]` is true where row i may read key slot t.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from selfspec.rows import RowLayout, attention_rule, row_to_row
+from selfspec.rows import RowLayout, attention_rule, paths, row_to_row
 
 BACKENDS = ("sdpa", "flex", "triton")  # each a module here, imported when it is first asked for
 NAME = "selfspec"  # this package's entry in transformers' AttentionInterface
@@ -39,6 +40,25 @@ def backend(name: str) -> ModuleType:
         raise ValueError(f"attention backend {name!r} cannot be loaded here ({error})") from error
 
 
+@dataclass(frozen=True)
+class Compact:
+    """The rule of a decoding layout without a mask over the prefix. A clean row reads its own path.
+
+    Attributes:
+        start: [N] long
+        positions: [N, R] long
+        limit: [N, D] long, the prefix slots below it are visible to a draft row; None without draft rows.
+        seen: uint8 [N, R, R], which rows see which; None without draft rows.
+        path: int32 [N, C, C], the row at each depth of a row's path, -1 past its end; None for a chain.
+    """
+
+    start: Tensor
+    positions: Tensor
+    limit: Tensor | None
+    seen: Tensor | None
+    path: Tensor | None
+
+
 class AttentionRule:
     """The attention rule of one forward, handed to the layers in place of a mask tensor.
 
@@ -57,7 +77,7 @@ class AttentionRule:
         self.window: int | None = None
         self._masks: dict[int | None, Tensor] = {}
         self._blocks: dict[int | None, Any] = {}
-        self._compact: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._compact: Compact | None = None
 
     def prepare(self, windows: Iterable[int | None]) -> AttentionRule:
         """Build all that the layers will read, before they run: compiled layers then find it there."""
@@ -90,24 +110,15 @@ class AttentionRule:
             self._blocks[window] = backend("flex").block_mask(self.layout, self.n_keys, window)
         return self._blocks[window]
 
-    def compact(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The rule of a decoding layout without a mask over the prefix, built once.
-
-        Returns:
-            int32: start [N]; limit [N, R], the prefix slots below it are visible; positions [N, R]; and uint8 [N, R,
-                R],
-            which rows of the forward see which.
-        """
+    def compact(self) -> Compact:
+        """The rule of a decoding layout without a mask over the prefix, built once."""
         layout = self.layout
         if layout.segments is not None or layout.key_positions is not None:
             raise ValueError("packed layouts have no compact rule: use the sdpa or the flex backend")
         if self._compact is None:
-            limit = layout.start[:, None].expand(-1, layout.n_clean)
-            if layout.limit is not None:
-                limit = torch.cat([limit, layout.limit], 1)
-            numbers = (x.int().contiguous() for x in (layout.start, limit, layout.positions))
-            self._compact = (*numbers, row_to_row(layout).to(torch.uint8).contiguous())  # type: ignore[assignment]
-        assert self._compact is not None
+            seen = row_to_row(layout).to(torch.uint8) if layout.n_draft else None
+            path = paths(layout.parents) if layout.parents is not None and layout.n_clean else None
+            self._compact = Compact(layout.start, layout.positions, layout.limit, seen, path)
         return self._compact
 
 
