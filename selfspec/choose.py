@@ -161,7 +161,7 @@ def device_targets(requests: list[Request], tree: DraftTree, logits: Tensor, sta
 
 def node_scores(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> Tensor:
     """Target scores after every node, whether or not it will be reached. [N, M, V] float32. See `device_targets`."""
-    rows = {}
+    rows: dict[int, Tensor] = {}
     for group in _groups(requests, tree, logits, start, text):
         rows |= dict(zip(group.index, group.scores()))
     return torch.stack([rows[i] for i in range(len(requests))])
@@ -264,7 +264,7 @@ def _draft_scores(requests: list[Request], logits: Tensor) -> Tensor:
     kinds: dict[Recipe, list[int]] = {}
     for i, r in enumerate(requests):
         kinds.setdefault(r.cuts, []).append(i)
-    rows = {}
+    rows: dict[int, Tensor] = {}
     for recipe, index in kinds.items():
         rows |= dict(zip(index, recipe(None, pick(logits, index))))
     return torch.stack([rows[i] for i in range(len(requests))])

@@ -152,7 +152,8 @@ def _per_prompt(
     for p in given:
         if type(p) in defaults and not _same(vars(p), vars(defaults[type(p)])):
             raise ValueError(
-                f"a {type(p).__name__} of your own, in a batch or with padding, in place of generate()'s: pass its setting"
+                f"a {type(p).__name__} of your own, in a batch or beside padding, in place of generate()'s: "
+                "pass its setting"
             )
     out = []
     for i, prompt in enumerate(prompts):

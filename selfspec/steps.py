@@ -62,8 +62,8 @@ class Pure(Step):
 
     key: tuple
     processor: Any = field(compare=False)
-    of_scores = True  # type: ignore[assignment]
-    reads_text = False  # type: ignore[assignment]
+    of_scores = True
+    reads_text = False
 
     def __call__(self, nodes: Nodes | None, scores: Tensor) -> Tensor:
         return self.processor(None, scores.reshape(-1, scores.shape[-1])).view_as(scores)
@@ -103,7 +103,7 @@ class Ban(Step):
     ids: tuple[int, ...]
     below: int | None = None
     at: int | None = None
-    reads_text = False  # type: ignore[assignment]
+    reads_text = False
 
     @property
     def of_scores(self) -> bool:
@@ -124,7 +124,7 @@ class Force(Step):
 
     ids: tuple[int, ...]
     at: int
-    reads_text = False  # type: ignore[assignment]
+    reads_text = False
 
     def __call__(self, nodes: Nodes, scores: Tensor) -> Tensor:
         now = (nodes.length - nodes.text.prompt[:, None] == self.at)[..., None]
@@ -235,7 +235,7 @@ class Decay(Step):
     factor: float
     ids: tuple[int, ...]
     longest: int
-    reads_text = False  # type: ignore[assignment]
+    reads_text = False
 
     def __call__(self, nodes: Nodes, scores: Tensor) -> Tensor:
         past = nodes.length - nodes.text.prompt[:, None] - self.start  # [N, M]
