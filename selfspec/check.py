@@ -1,8 +1,9 @@
-"""`selfspec check`: the lossless audit. Every answer is compared, token for token, with plain Hugging Face `generate`.
+"""`selfspec check`: the lossless audit. Every answer is compared, token for token, with plain decoding.
 
-The reference runs once per prompt, alone (batch 1). In float32 two roundings of one sum can swap two tokens that are as
-good as equal; such a difference counts as a tie only if a float64 copy of the model proves it. All others are
-mismatches.
+Greedy answers are compared with Hugging Face `generate`, sampled ones with our own plain decoding of the same seed
+(transformers' noise depends on the batch). The reference runs once per prompt, alone (batch 1). In float32 two
+roundings of one sum can swap two tokens that are as good as equal; such a difference counts as a tie only if a float64
+copy of the model proves it. All others are mismatches.
 """
 
 from __future__ import annotations
@@ -12,19 +13,31 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
 
 from selfspec import options, prompts
+from selfspec.generation import processors_of
 from selfspec.model import SelfSpecModel
 from selfspec.prompts import Prompt
-from selfspec.reference import Finding, Judge, answers
+from selfspec.reference import Finding, Judge, Rescore, answers
+from selfspec.sampling import Pipeline, as_seed, perturbed
+from selfspec.settings import merge
 from selfspec.stats import Stats, mean_tau, total
 from selfspec.terminal import Progress, refusing, show_table
 
 CONTROL = 8  # batch of the control: plain Hugging Face against itself
 SAVE_EVERY = 30.0  # seconds between partial reports
+
+
+def sampled(help: str) -> Any:
+    """An option that says how tokens are chosen."""
+    return typer.Option(help=help, rich_help_panel="Sampling", show_default=False)
 
 
 @dataclass
@@ -33,14 +46,16 @@ class Run:
 
     Attributes:
         suite: the prompt set.
-        mode: a mode of selfspec, or "hf" for plain Hugging Face (the reference at batch 1, the control above).
+        mode: a mode of selfspec, or "hf" for plain Hugging Face.
         batch: prompts decoded together.
+        role: "run", "reference" (at batch 1) or "control" (the reference's decoding at a larger batch).
         findings: (prompt id, what differed) of every answer that is not the reference's.
     """
 
     suite: str
     mode: str
     batch: int
+    role: str = "run"
     prompts: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -78,13 +93,46 @@ class Run:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is compared: every mode at every batch size, `cap` new tokens."""
+    """What is compared: every mode at every batch size, `cap` new tokens, chosen as `choice` says.
+
+    Attributes:
+        choice: arguments of `generate`.
+        seed: the first prompt's, and each next one's is one more; None is greedy decoding.
+    """
 
     modes: list[str]
     batches: list[int]
     cap: int
     block_size: int | None = None
     tree_nodes: int = 16
+    choice: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    def ask(self, model: SelfSpecModel, asked: list[list[int]], run: Run, first: int) -> list[list[int]]:
+        """Answers to neighbouring prompts, `first` being the number of their first, as a run makes them."""
+        hf, choice = model.model, dict(self.choice)
+        if self.seed is not None:
+            choice |= {"do_sample": True, "seed": [self.seed + first + i for i in range(len(asked))]}
+        if run.mode == "hf":
+            return answers(hf, hf, asked, self.cap, **choice)
+        how = {"block_size": self.block_size, "tree_nodes": self.tree_nodes} if run.role == "run" else {}
+        return answers(model, hf, asked, self.cap, mode=run.mode, **how, **choice)
+
+    def rescore(self, model: SelfSpecModel, prompt: list[int], number: int) -> Rescore | None:
+        """What the tokens of a prompt's answer are chosen by; see `Judge.compare`."""
+        if not self.choice and self.seed is None:
+            return None
+        config = merge(model.model.generation_config, None, {**self.choice, "do_sample": self.seed is not None})
+        pipeline = Pipeline(processors_of(model.model, config, prompt, len(prompt), self.cap))
+
+        def scores(text: Tensor, logits: Tensor) -> Tensor:
+            out = pipeline(text, logits)
+            if self.seed is None:
+                return out
+            seed, at = torch.tensor([[as_seed(self.seed + number)], [text.shape[1]]], device=text.device)
+            return perturbed(out, seed, at, lambda s: s)
+
+        return scores
 
 
 def audit(
@@ -101,13 +149,14 @@ def audit(
     Yields:
         All runs so far (the same objects, growing), and the answers and tokens written since the last time.
     """
-    judge, hf = judge or Judge(model.model), model.model
+    judge = judge or Judge(model.model)
     half = options.dtype_name(model.backbone.dtype) in ("bfloat16", "float16")
+    plain = "hf" if settings.seed is None else "ar"
     runs: list[Run] = []
     chunk = math.lcm(*settings.batches, *([CONTROL] if half else []))
     for suite, rows in sets.items():
-        reference = Run(suite, "hf", 1)
-        control = [Run(suite, "hf", CONTROL)] if half else []
+        reference = Run(suite, plain, 1, "reference")
+        control = [Run(suite, plain, CONTROL, "control")] if half else []
         mine = [Run(suite, mode, batch) for mode in settings.modes for batch in settings.batches]
         runs += [reference, *control, *mine]
         for at in range(0, len(rows), chunk):
@@ -117,27 +166,25 @@ def audit(
             for run in [reference, *control, *mine]:
                 for i in range(0, len(part), run.batch):
                     asked, began = ids[i : i + run.batch], time.perf_counter()
-                    if run.mode == "hf":
-                        out = answers(hf, hf, asked, settings.cap)
-                    else:
-                        how = {"block_size": settings.block_size, "tree_nodes": settings.tree_nodes}
-                        out = answers(model, hf, asked, settings.cap, mode=run.mode, **how)
-                        run.stats += model.request_stats
+                    out = settings.ask(model, asked, run, at + i)
                     run.seconds += time.perf_counter() - began
+                    if run.mode != "hf":
+                        run.stats += model.request_stats
                     run.prompts += len(out)
                     run.tokens += sum(map(len, out))
                     if run is reference:
                         expected += out
-                    for prompt, p, want, got in zip(part[i:], asked, expected[i:], out):
-                        finding = judge.compare(p, want, got)
-                        if finding is not None:
-                            run.findings.append((prompt.id, finding))
+                    for j, (p, got) in enumerate(zip(asked, out), i):
+                        if got != expected[j]:
+                            finding = judge.compare(p, expected[j], got, settings.rescore(model, p, at + j))
+                            assert finding is not None
+                            run.findings.append((part[j].id, finding))
                     yield runs, len(out), sum(map(len, out))
 
 
 def report(runs: list[Run], tokenizer: Any, facts: dict[str, Any], complete: bool) -> dict[str, Any]:
     """The JSON object: totals over selfspec's runs, each run, every difference, what ran where."""
-    mine = [r for r in runs if r.mode != "hf"]
+    mine = [r for r in runs if r.role == "run"]
     stats = [s for r in mine for s in r.stats]
     asked = sum(r.prompts for r in mine)
     matched = asked - sum(len(r.findings) for r in mine)
@@ -153,11 +200,11 @@ def report(runs: list[Run], tokenizer: Any, facts: dict[str, Any], complete: boo
         "tau": total(stats).tau,
         "mean_tau": mean_tau(stats),
         "tpf": total(stats).tpf,
-        "first_mismatches": [describe(*item, tokenizer) for item in found if item[0].mode != "hf"],
+        "first_mismatches": [describe(*item, tokenizer) for item in found if item[0].role == "run"],
         "runs": [r.to_dict() for r in mine],
-        "reference": [r.to_dict() for r in runs if r.mode == "hf" and r.batch == 1],
-        "control": [r.to_dict() for r in runs if r.mode == "hf" and r.batch > 1],
-        "control_first_mismatches": [describe(*item, tokenizer) for item in found if item[0].mode == "hf"],
+        "reference": [r.to_dict() for r in runs if r.role == "reference"],
+        "control": [r.to_dict() for r in runs if r.role == "control"],
+        "control_first_mismatches": [describe(*item, tokenizer) for item in found if item[0].role == "control"],
         **facts,
     }
 
@@ -187,6 +234,7 @@ def show(data: dict[str, Any]) -> None:
     """Print the report as a person reads it."""
     rows = []
     for r in data["runs"] + data["control"] + data["reference"]:
+        r = r | ({} if r in data["runs"] or r["mode"] == "hf" else {"mode": f"{r['mode']} (plain)"})
         speed = ["", ""] if r["mode"] == "hf" else [f"{r['tau']:.2f}", f"{r['tpf']:.2f}"]
         counts = [str(r[k]) for k in ("batch", "prompts")] + [f"{r['match_rate']:.4f}", str(r["ties"])]
         rows.append([r["suite"], r["mode"], *counts, str(r["mismatches"]), *speed, f"{r['tokens_per_second']:.0f}"])
@@ -195,11 +243,12 @@ def show(data: dict[str, Any]) -> None:
     for m in data["first_mismatches"]:
         print(
             f"{m['verdict']}: {m['prompt']}, {m['mode']}, batch {m['batch']}: token {m['position']} is "
-            f"{m['found']} {m['text']['found']!r}, Hugging Face has {m['expected']} {m['text']['expected']!r}; "
+            f"{m['found']} {m['text']['found']!r}, plain decoding has {m['expected']} {m['text']['expected']!r}; "
             f"float64 has {m['top'][0]} then {m['top'][1]}, gap {m['gap']:.1e}"
         )
     if data["control"]:
-        print(f"hf at batch {CONTROL} is the control: plain Hugging Face against its batch 1, {data['dtype']}")
+        plain = data["control"][0]["mode"]
+        print(f"{plain} at batch {CONTROL} is the control: plain decoding against its batch 1, {data['dtype']}")
 
 
 @options.chosen
@@ -210,16 +259,29 @@ def main(
     max_new_tokens: options.MaxNewTokens = 128,
     batch: options.Batches = None,
     mode: options.Modes = None,
+    temperature: Annotated[float | None, sampled("Sample at this temperature.")] = None,
+    top_p: Annotated[float | None, sampled("Sample from so much probability.")] = None,
+    top_k: Annotated[int | None, sampled("Sample from so many tokens (0: all; transformers' default is 50).")] = None,
+    min_p: Annotated[float | None, sampled("Sample from tokens so probable, beside the best.")] = None,
+    repetition_penalty: Annotated[float | None, sampled("Above 1 against repetition.")] = None,
+    seed: Annotated[int | None, sampled("Sample, with this seed; 0 by default when sampling.")] = None,
     report_to: options.Report = None,
 ) -> int:
-    """The lossless audit: compare every answer, token for token, with plain Hugging Face generate. Exits with 1 if any
-    answer differs without proof of a tie."""
+    """The lossless audit: compare every answer, token for token, with plain Hugging Face generate, or sampled ones with
+    plain decoding of the same seed. Exits with 1 if any answer differs without proof of a tie."""
+    warpers = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    choice = {k: v for k, v in {**warpers, "repetition_penalty": repetition_penalty}.items() if v is not None}
+    if seed is None and warpers.keys() & choice.keys():
+        seed = 0
     with refusing():
         sets = prompts.read_sets(files, limit)
         model = options.load_model(where)
         modes = options.check_modes(model, mode, where)
         options.require_fit(model, sets, max_new_tokens)
-    settings = Settings(modes, list(batch or (1,)), max_new_tokens, where.block_size, where.tree_nodes)
+        settings = Settings(
+            modes, list(batch or (1,)), max_new_tokens, where.block_size, where.tree_nodes, choice, seed
+        )
+        replace(settings, cap=1).ask(model, [[0]], Run("", "ar", 1), 0)  # values are refused before any work
     facts = {"model": where.model, "adapter": where.adapter, "settings": asdict(settings), **options.setting(model)}
     half = facts["dtype"] in ("bfloat16", "float16")
     answered = sum(map(len, sets.values())) * (1 + half + len(settings.modes) * len(settings.batches))

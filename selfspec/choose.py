@@ -1,11 +1,17 @@
 """Chooses the tokens of a round for requests of all kinds, and drafts what the verifier can use.
 
-Requests whose scores need nothing but logits are chosen all at once, on the device. The others are walked lazily on the
-host: one call of their processors for every token that is emitted, on the true text, as plain decoding would make it.
-Either way the outcome is a target token after each node, and one walk of the tree for all.
+Requests whose processors have a batched form are chosen all at once, on the device, group by group of equal recipes.
+The others are walked lazily on the host: one call of their processors for every token that is emitted, on the true
+text, as plain decoding would make it. Either way the outcome is a target token after each node, and one walk for all.
+
+The device path reads nothing from the host, so that a CUDA graph may hold it: `graph_key` says for which requests one
+is valid, and all else that changes comes in tensors, `Text` among them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +19,10 @@ from torch import Tensor
 from selfspec.draft import DraftTree, chain_of
 from selfspec.draft.drawn import drawn
 from selfspec.draft.tree import best_first
+from selfspec.nodes import Nodes, Text, part_of, pick
+from selfspec.recipe import Recipe
 from selfspec.request import Request
-from selfspec.sampling import Pipeline, draw, perturbed
+from selfspec.sampling import draw, perturbed
 from selfspec.verify import DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import best, walk
 
@@ -48,15 +56,17 @@ class Chooser:
         s = request.sampling
         if s is None or not s.sample:
             raise ValueError(f"verify={self.verify!r} is for do_sample=True")
-        if s.keep_scores or s.keep_logits:
+        if request.keeps:
             raise ValueError(f"output_scores and output_logits need verify='coupled', not {self.verify!r}")
-        if not s.pipeline.stateless:
+        if request.recipe is None:
             raise ValueError(
                 f"verify={self.verify!r} asks for the distribution after every draft token, and a logits processor "
                 "that selfspec does not know may not be asked about texts that never come; use verify='coupled'"
             )
 
-    def accept(self, requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor) -> Accepted:
+    def accept(
+        self, requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text | None = None
+    ) -> Accepted:
         """The accepted path of every request.
 
         Args:
@@ -64,14 +74,30 @@ class Chooser:
             tree: their candidates; node 0 is the last token of the text so far.
             logits: [N, M, V] after each node.
             start: [N] long, position of node 0.
+            text: of the requests; None gathers it from them.
         """
-        if not self.draws:
-            return walk(tree, targets(requests, tree, logits, start))
-        noise = Noise(_seeds(requests, start.device), start)
-        return VERIFIERS[self.verify](tree, node_scores(requests, tree, logits), noise)
+        text = text_of(requests, start.device) if text is None else text
+        if self.draws:
+            scores = node_scores(requests, tree, logits, start, text)
+            return VERIFIERS[self.verify](tree, scores, Noise(text.seed, start))
+        chosen = list(_chosen(requests, tree, logits, start, text))
+        rows = _by_request(chosen)
+        rows |= {i: _walk_lazily(r, tree, i, logits[i]) for i, r in enumerate(requests) if r.lazy}
+        accepted = walk(tree, torch.stack([rows[i] for i in range(len(requests))]))
+        for index, scores, _ in chosen:
+            for k, i in enumerate(index):
+                if requests[i].keeps:
+                    requests[i].see(scores[k, accepted.rows[i]], logits[i, accepted.rows[i]])
+        return accepted
 
     def tree(
-        self, requests: list[Request], anchor: Tensor, start: Tensor, logits: Tensor, nodes: int | None
+        self,
+        requests: list[Request],
+        anchor: Tensor,
+        start: Tensor,
+        logits: Tensor,
+        nodes: int | None,
+        seed: Tensor | None = None,
     ) -> DraftTree:
         """The candidates of a round: a tree of `nodes` beside the anchor, or a chain.
 
@@ -81,119 +107,184 @@ class Chooser:
             start: [N] long.
             logits: [N, T, V] the drafter's.
             nodes: None asks for a chain.
+            seed: [N] long; None takes the requests'.
         """
-        if self.draws:
-            return drawn(anchor, _draft_scores(requests, logits), _seeds(requests, start.device), start, nodes)
-        if any(r.sampling is not None and r.sampling.sample for r in requests):
-            logits = _coupled_drafts(requests, start, logits)
+        sampled = [i for i, r in enumerate(requests) if r.sampling is not None and r.sampling.sample]
+        if sampled:
+            seed = seeds_of(requests, start.device) if seed is None else seed
+            scores = _draft_scores(requests, logits)
+            if self.draws:
+                return drawn(anchor, scores, seed, start, nodes)
+            logits = _coupled(sampled, scores, seed, start)
         return chain_of(anchor, logits) if nodes is None else best_first(anchor, logits, nodes)
 
 
-def targets(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor) -> Tensor:
-    """The token that each request emits after each node, as far as it is known. [N, M] long"""
-    if all(r.sampling is None for r in requests):
-        return best(logits)
-    n, m, v = logits.shape
-    out = logits.new_full((n, m), NEVER, dtype=torch.long)
-    for index in _alike(requests):
-        sampling = requests[index[0]].sampling
-        some, at = (logits, slice(None)) if len(index) == n else (logits[index], index)
-        if sampling is None:
-            out[at] = best(some)
-            continue
-        scores = sampling.pipeline(None, some.reshape(-1, v))  # [n * M, V]
-        if not sampling.sample:
-            out[at] = scores.argmax(-1).view(-1, m)
-            continue
-        seed = _seeds([requests[i] for i in index], logits.device)
-        noise = Noise(seed, start[at])
-        positions = noise.positions(tree if len(index) == n else _part(tree, index))
-        out[at] = draw(scores, seed.repeat_interleave(m), positions.reshape(-1)).view(-1, m)
-    lazy = [i for i, r in enumerate(requests) if r.lazy]
-    if lazy:
-        tokens = tree.tokens.tolist()
-        parents = [list(range(-1, m - 1))] * n if tree.parents is None else tree.parents.tolist()
-        for i in lazy:
-            out[i] = torch.tensor(_walk_lazily(requests[i], tokens[i], parents[i], logits[i]), device=out.device)
+# ---- on the device
+
+
+def on_device(request: Request) -> bool:
+    """Whether `device_targets` chooses its tokens: all its processors have a batched form."""
+    return request.recipe is not None
+
+
+def graph_key(requests: list[Request]) -> Hashable | None:
+    """What a captured `device_targets` is valid for: requests with this key, whatever their prompts and seeds.
+
+    Returns:
+        None where no graph may hold the choice: a request is walked lazily, or keeps its scores or logits. Whoever
+        keeps a graph has to keep its key: the recipes in it hold the tensors that the graph reads.
+    """
+    if not all(on_device(r) and not r.keeps for r in requests):
+        return None
+    return tuple(map(_kind, requests))
+
+
+def device_targets(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> Tensor:
+    """The token that each request emits after each node, if it comes that far. No host reads, static shapes.
+
+    Args:
+        requests: N, all `on_device`; only what `graph_key` tells of them is read.
+        tree: their candidates.
+        logits: [N, M, V] after each node.
+        start: [N] long, position of node 0.
+        text: of the requests.
+
+    Returns:
+        [N, M] long
+    """
+    chosen = list(_chosen(requests, tree, logits, start, text))
+    if len(chosen) == 1:
+        return chosen[0][2]
+    rows = _by_request(chosen)
+    return torch.stack([rows[i] for i in range(len(requests))])
+
+
+def node_scores(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> Tensor:
+    """Target scores after every node, whether or not it will be reached. [N, M, V] float32. See `device_targets`."""
+    rows: dict[int, Tensor] = {}
+    for group in _groups(requests, tree, logits, start, text):
+        rows |= dict(zip(group.index, group.scores()))
+    return torch.stack([rows[i] for i in range(len(requests))])
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Requests of one kind, and what stands behind their nodes.
+
+    Attributes:
+        index: their numbers.
+        recipe: theirs; None is greedy decoding on bare logits.
+        sample: draw, rather than take the best.
+        nodes: n trees.
+        logits: [n, M, V]
+    """
+
+    index: list[int]
+    recipe: Recipe | None
+    sample: bool
+    nodes: Nodes
+    logits: Tensor
+
+    def scores(self) -> Tensor:
+        """[n, M, V] float32"""
+        return self.logits.float() if self.recipe is None else self.recipe(self.nodes, self.logits)
+
+    def targets(self, scores: Tensor) -> Tensor:
+        """[n, M] long"""
+        if not self.sample:
+            return best(scores)
+        n, m, v = scores.shape
+        seed = self.nodes.text.seed[:, None].expand(n, m).reshape(-1)
+        return draw(scores.reshape(-1, v), seed, self.nodes.length.reshape(-1)).view(n, m)
+
+
+def _chosen(
+    requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text
+) -> list[tuple[list[int], Tensor, Tensor]]:
+    """Numbers, scores and targets of every group; requests that are walked lazily are in none."""
+    out = []
+    for group in _groups(requests, tree, logits, start, text):
+        scores = group.scores()
+        out.append((group.index, scores, group.targets(scores)))
     return out
 
 
-def _walk_lazily(request: Request, tokens: list[int], parents: list[int], logits: Tensor) -> list[int]:
-    """Targets of the nodes on the path that the request takes, up to its end. logits: [M, V]"""
+def _groups(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> Iterator[_Group]:
+    kinds: dict[Hashable, list[int]] = {}
+    for i, r in enumerate(requests):
+        if on_device(r):
+            kinds.setdefault(_kind(r), []).append(i)
+    for index in kinds.values():
+        one = requests[index[0]]
+        nodes = Nodes(part_of(tree, index), pick(start, index), text.part(index))
+        sample = one.sampling is not None and one.sampling.sample
+        yield _Group(index, one.recipe if one.sampling else None, sample, nodes, pick(logits, index))
+
+
+def _kind(request: Request) -> Hashable:
+    """What requests have in common that are chosen together."""
+    return None if request.sampling is None else (request.recipe, request.sampling.sample)
+
+
+def text_of(requests: list[Request], device: torch.device) -> Text:
+    """What the requests themselves know. A graph needs a `Text` that stays where it is; see `Text.put`."""
+    numbers = [[len(r.prompt), 0 if r.sampling is None else r.sampling.seed] for r in requests]
+    prompt, seed = torch.tensor(numbers, device=device).T
+    read = [r for r in requests if r.recipe is not None and r.recipe.reads_text]
+    tokens = prompt.new_zeros(len(requests), max((len(r.prompt) + len(r.output) for r in read), default=0))
+    for i, r in enumerate(requests):
+        if r.recipe is not None and r.recipe.reads_text:
+            known = r.text()
+            tokens[i, : known.shape[1]] = known[0]
+    return Text(tokens, prompt, seed)
+
+
+# ---- on the host
+
+
+def _walk_lazily(request: Request, tree: DraftTree, i: int, logits: Tensor) -> Tensor:
+    """Targets of the nodes on the path that request i takes, up to its end. logits: [M, V]. Returns [M] long"""
+    tokens = tree.tokens[i].tolist()
+    parents = list(range(-1, len(tokens) - 1)) if tree.parents is None else tree.parents[i].tolist()
     out, at = [NEVER] * len(tokens), 0
     while True:
         token = out[at] = request.next_token(logits[at : at + 1])
         children = (j for j in range(at + 1, len(tokens)) if parents[j] == at and tokens[j] == token)
         child = None if request.finish_reason else next(children, None)
         if child is None:
-            return out
+            return torch.tensor(out, device=tree.tokens.device)
         at = child
 
 
-def node_scores(requests: list[Request], tree: DraftTree, logits: Tensor) -> Tensor:
-    """Target scores after every node, whether or not it will be reached. [N, M, V] float32"""
-    n, m, v = logits.shape
-    out = torch.empty(n, m, v, device=logits.device)
-    for index in _alike(requests, every=True):
-        sampling = requests[index[0]].sampling
-        assert sampling is not None
-        if sampling.pipeline.pure:
-            out[index] = sampling.pipeline(None, logits[index].reshape(-1, v)).view(-1, m, v)
-            continue
-        for i in index:
-            out[i] = _on_paths(sampling.pipeline, requests[i].text(), _part(tree, [i]), logits[i])
-    return out
-
-
-def _on_paths(pipeline: Pipeline, text: Tensor, tree: DraftTree, logits: Tensor) -> Tensor:
-    """Scores of each node, given the text and the node's path. text: [1, t], logits: [M, V]. Returns [M, V]"""
-    m, rows = tree.n_nodes, []
-    texts = [text]  # of the nodes so far; node 0 is the text's own last token
-    parents = range(-1, m - 1) if tree.parents is None else tree.parents[0].tolist()
-    for node, parent in zip(range(1, m), list(parents)[1:]):
-        before = texts[max(parent, 0)]
-        texts.append(torch.cat([before, tree.tokens[:, node : node + 1].clamp(min=0)], 1))
-    for node, prefix in enumerate(texts):
-        rows.append(pipeline(prefix, logits[node : node + 1]))
-    return torch.cat(rows)
+# ---- drafts
 
 
 def _draft_scores(requests: list[Request], logits: Tensor) -> Tensor:
     """The drafter's logits through every request's temperature and cuts. [N, T, V] float32"""
-    n, t, v = logits.shape
-    out = torch.empty(n, t, v, device=logits.device)
-    for index in _alike(requests, every=True):
-        sampling = requests[index[0]].sampling
-        some = logits[index].reshape(-1, v)
-        out[index] = (some.float() if sampling is None else sampling.pipeline.of_drafts(some)).view(-1, t, v)
-    return out
-
-
-def _coupled_drafts(requests: list[Request], start: Tensor, logits: Tensor) -> Tensor:
-    """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
-    scores = _draft_scores(requests, logits)
-    n, t, v = scores.shape
-    drawn = [i for i, r in enumerate(requests) if r.sampling is not None and r.sampling.sample]
-    seed = _seeds([requests[i] for i in drawn], start.device).repeat_interleave(t)
-    positions = (start[drawn, None] + 1 + torch.arange(t, device=start.device)).reshape(-1)
-    scores[drawn] = perturbed(scores[drawn].view(-1, v), seed, positions, lambda s: s.float()).view(-1, t, v)
-    return scores
-
-
-def _alike(requests: list[Request], every: bool = False) -> list[list[int]]:
-    """Groups of requests that share a pipeline; those that are walked lazily are left out unless all are wanted."""
-    groups: dict[tuple, list[int]] = {}
+    kinds: dict[Recipe, list[int]] = {}
     for i, r in enumerate(requests):
-        if every or not r.lazy:
-            key = (None, False) if r.sampling is None else (id(r.sampling.pipeline), r.sampling.sample)
-            groups.setdefault(key, []).append(i)
-    return list(groups.values())
+        kinds.setdefault(r.cuts, []).append(i)
+    rows: dict[int, Tensor] = {}
+    for recipe, index in kinds.items():
+        rows |= dict(zip(index, recipe(None, pick(logits, index))))
+    return torch.stack([rows[i] for i in range(len(requests))])
 
 
-def _seeds(requests: list[Request], device: torch.device) -> Tensor:
+def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
+    """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
+    n, t, v = scores.shape
+    key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + torch.arange(t, device=start.device)
+    some = pick(scores, sampled).reshape(-1, v)
+    noisy = perturbed(some, key.repeat_interleave(t), at.reshape(-1), lambda s: s.float()).view(-1, t, v)
+    rows = dict(enumerate(scores)) | dict(zip(sampled, noisy))
+    return torch.stack([rows[i] for i in range(n)])
+
+
+def seeds_of(requests: list[Request], device: torch.device) -> Tensor:
+    """The seed of each request's noise, 0 where there is none. [N] long"""
     return torch.tensor([0 if r.sampling is None else r.sampling.seed for r in requests], device=device)
 
 
-def _part(tree: DraftTree, index: list[int]) -> DraftTree:
-    parents = None if tree.parents is None else tree.parents[index]
-    return DraftTree(tree.tokens[index], parents, None if tree.probs is None else tree.probs[index])
+def _by_request(chosen: list[tuple[list[int], Tensor, Tensor]]) -> dict[int, Tensor]:
+    """Targets [M] by the request's number."""
+    return {i: row for index, _, targets in chosen for i, row in zip(index, targets)}

@@ -49,7 +49,7 @@ def build_requests(
 ) -> list[Request]:
     """One request an answer, prompt by prompt.
 
-    Every request has processors of its own, on its own text without padding, unless they read the scores alone.
+    Every request has processors of its own, on its own text without padding.
 
     Args:
         model: builds transformers' processors and criteria.
@@ -71,16 +71,15 @@ def build_requests(
     keep = [bool(config.return_dict_in_generate and x) for x in (config.output_scores, config.output_logits)]
     criteria = _criteria(model, config, extras)
     custom = _per_answer(extras.logits_processor, len(prompts), copies)
-    shared: Pipeline | None = None
     out = []
     for i, seed in enumerate(seeds):
         prompt = prompts[i // copies]
-        pipeline = shared if extras.pipelines is None else extras.pipelines[i]
-        if pipeline is None:
+        if extras.pipelines is not None:
+            pipeline = extras.pipelines[i]
+        else:
             allowed = _for_prompt(extras.prefix_allowed_tokens_fn, i // copies)
             given = [*penalties_of(extras, prompt), *custom[i]]
             pipeline = Pipeline(processors_of(model, config, prompt, width, cap, given, allowed))
-            shared = pipeline if pipeline.pure and custom[i] is custom[0] else None
         request = Request(prompt, cap, eos, criteria=criteria)
         if sample or pipeline.processors or any(keep):
             request.sampling = Sampling(pipeline, sample, seed, *keep)

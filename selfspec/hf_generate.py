@@ -130,14 +130,14 @@ def _per_prompt(
     cap: int,
     copies: int,
 ) -> list[LogitsProcessorList]:
-    """transformers built one list for a padded batch; each prompt needs its own, on its own text.
+    """transformers built one list for the padded prompts; each needs its own, on its own text.
 
     Raises:
         ValueError: a processor that cannot be told from transformers' own, or not be copied.
     """
-    if len(prompts) == 1:
-        return [given]
     width = ids.shape[1]
+    if len(prompts) == 1 and len(prompts[0]) == width:
+        return [given]
     batched = model._get_logits_processor(  # type: ignore[operator]
         generation_config=config,
         input_ids_seq_length=width,
@@ -152,7 +152,8 @@ def _per_prompt(
     for p in given:
         if type(p) in defaults and not _same(vars(p), vars(defaults[type(p)])):
             raise ValueError(
-                f"a {type(p).__name__} of your own, in a batch, in place of generate()'s: pass its setting"
+                f"a {type(p).__name__} of your own, in a batch or beside padding, in place of generate()'s: "
+                "pass its setting"
             )
     out = []
     for i, prompt in enumerate(prompts):

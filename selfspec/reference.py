@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+Rescore = Callable[[Tensor, Tensor], Tensor]
 TIE = 1e-4  # float32 noise of logits: below this gap either token is a right answer
 
 
@@ -35,7 +37,7 @@ def left_padded(prompts: list[list[int]], pad: int, device: torch.device) -> dic
 
 
 def answers(model: Any, hf: PreTrainedModel, prompts: list[list[int]], cap: int, **options: Any) -> list[list[int]]:
-    """Greedy answers through a `generate` method of transformers' signature.
+    """Answers, greedy if not said otherwise, through a `generate` method of transformers' signature.
 
     Args:
         model: whose `generate` is called: a transformers model or a `SelfSpecModel`.
@@ -51,7 +53,7 @@ def answers(model: Any, hf: PreTrainedModel, prompts: list[list[int]], cap: int,
     pad = min(eos, default=0)
     inputs = left_padded(prompts, pad, hf.device)
     with torch.no_grad():
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=cap, pad_token_id=pad, **options)
+        out = model.generate(**inputs, **{"do_sample": False, **options}, max_new_tokens=cap, pad_token_id=pad)
     return [until_eos(row, eos) for row in out[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
@@ -77,7 +79,7 @@ class Finding:
         expected: the reference's token, None where it had ended.
         found: the other answer's token, None where it had ended.
         top: the two best tokens of float64 after the common prefix.
-        gap: between their logits.
+        gap: between their scores.
         tie: float64 cannot tell them apart either, at float32's precision.
     """
 
@@ -100,18 +102,22 @@ class Judge:
         self.model = model
         self._exact: PreTrainedModel | None = model if model.dtype == torch.float64 else None
 
-    def compare(self, prompt: list[int], expected: list[int], found: list[int]) -> Finding | None:
+    def compare(
+        self, prompt: list[int], expected: list[int], found: list[int], rescore: Rescore | None = None
+    ) -> Finding | None:
         """None when the answers are the same.
 
         Args:
             prompt: token ids.
             expected: the reference's new tokens.
             found: the other answer's.
+            rescore: what tokens were chosen by, from the text so far [1, t] and float64 logits [1, V]; None is greedy
+                decoding on bare logits.
         """
         at = first_difference(expected, found)
         if at is None:
             return None
-        top, gap = self.top_two(prompt + expected[:at])
+        top, gap = self.top_two(prompt + expected[:at], rescore)
         a = expected[at] if at < len(expected) else None
         b = found[at] if at < len(found) else None
         # only float32's rounding is small enough for a gap of TIE to prove anything
@@ -119,11 +125,12 @@ class Judge:
         return Finding(at, a, b, top, gap, tie)
 
     @torch.no_grad()
-    def top_two(self, prefix: list[int]) -> tuple[tuple[int, int], float]:
-        """The two best next tokens in float64, and the gap between their logits. One forward."""
+    def top_two(self, prefix: list[int], rescore: Rescore | None = None) -> tuple[tuple[int, int], float]:
+        """The two best next tokens in float64, and the gap between their scores. One forward."""
         if self._exact is None:
             self._exact = copy.deepcopy(self.model).double().eval()
         ids = torch.tensor([prefix], device=self.model.device)
-        logits = self._exact(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
-        values, tokens = logits.topk(2)
+        logits = self._exact(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+        scores = logits if rescore is None else rescore(ids, logits)
+        values, tokens = scores[0].topk(2)
         return (int(tokens[0]), int(tokens[1])), float(values[0] - values[1])

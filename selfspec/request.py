@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
+from selfspec.recipe import Recipe, cuts_of, recipe_of
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 
@@ -46,12 +48,35 @@ class Request:
     drawn: bool = False
     slot: int | None = None
     _text: Tensor | None = None
+    _written: int = 0  # tokens of prompt and output that stand in it
     _fresh: list[int] = field(default_factory=list)
+    _seen: tuple[Tensor, Tensor] | None = None  # scores and logits along the round's path, [A, V] each
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """Its processors over all nodes at once; None where they have no such form. Empty without processors."""
+        processors = [] if self.sampling is None else self.sampling.pipeline.processors
+        return recipe_of(processors, self.prompt, self.max_new_tokens)
+
+    @cached_property
+    def cuts(self) -> Recipe:
+        """Those of its processors that its drafts pass through too."""
+        processors = [] if self.sampling is None else self.sampling.pipeline.processors
+        return cuts_of(processors, self.prompt, self.max_new_tokens)
 
     @property
     def lazy(self) -> bool:
         """Whether its tokens are chosen, and taken, one by one."""
-        return self.sampling is not None and self.sampling.lazy and not self.drawn
+        return self.recipe is None and not self.drawn
+
+    @property
+    def keeps(self) -> bool:
+        """Whether scores or logits of its tokens are kept."""
+        return self.sampling is not None and (self.sampling.keep_scores or self.sampling.keep_logits)
+
+    def see(self, scores: Tensor, logits: Tensor) -> None:
+        """Note what the tokens of a round come from, before they are taken. [A, V] each, of at least those emitted"""
+        self._seen = scores, logits
 
     def take(self, tokens: list[int]) -> list[int]:
         """Append what a round emitted, up to its end, and note why it ended. Returns what was kept.
@@ -61,12 +86,14 @@ class Request:
         if self.lazy:
             kept, self._fresh = self._fresh, []
             return kept
-        if self.criteria:
+        if self.criteria or self.keeps:
             kept = []
-            for token in tokens:
+            for i, token in enumerate(tokens):
                 if self.finish_reason is None:
+                    self._keep(i)
                     self.push(token)
                     kept.append(token)
+            self._seen = None
             return kept
         kept = tokens[: self.max_new_tokens - len(self.output)]
         end = next((i for i, t in enumerate(kept) if t in self.eos), None)
@@ -77,11 +104,17 @@ class Request:
             self.finish_reason = "length"
         return kept
 
+    def _keep(self, i: int) -> None:
+        """Scores and logits of the round's i-th token, if they are kept: copies, which hold on to nothing else."""
+        if self._seen is not None and self.sampling is not None:
+            scores, logits = self._seen
+            if self.sampling.keep_scores:
+                self.scores.append(scores[i : i + 1].clone())
+            if self.sampling.keep_logits:
+                self.logits.append(logits[i : i + 1].to(torch.float32, copy=True))
+
     def push(self, token: int) -> None:
         """Append one token and ask, as transformers does, whether the answer ends with it."""
-        text = self._text
-        if text is not None:
-            text[0, len(self.prompt) + len(self.output)] = token
         self.output.append(token)
         ended = token in self.eos
         if self.criteria:
@@ -95,20 +128,23 @@ class Request:
     def next_token(self, logits: Tensor) -> int:
         """Choose the token after the text so far, take it, and return it. logits: [1, V]"""
         assert self.sampling is not None
-        raw = logits.to(torch.float32, copy=self.sampling.keep_logits)  # no view that holds on to the whole batch
-        scores = self.sampling.pipeline(self.text(), raw)
-        if self.sampling.keep_logits:
-            self.logits.append(raw)
-        if self.sampling.keep_scores:
-            self.scores.append(scores)
-        token = self.sampling.choose(scores, len(self.prompt) + len(self.output))
+        self.see(self.sampling.pipeline(self.text(), logits), logits)
+        self._keep(0)
+        assert self._seen is not None
+        token = self.sampling.choose(self._seen[0], len(self.prompt) + len(self.output))
+        self._seen = None
         self.push(token)
         self._fresh.append(token)
         return token
 
     def text(self) -> Tensor:
         """Prompt and answer so far, [1, t] long; what was handed out is never changed by later tokens."""
+        n = len(self.prompt) + len(self.output)
         if self._text is None:
-            self._text = torch.zeros(1, len(self.prompt) + self.max_new_tokens, dtype=torch.long, device=self.device)
-            self._text[0, : len(self.prompt) + len(self.output)] = torch.tensor(self.prompt + self.output)
-        return self._text[:, : len(self.prompt) + len(self.output)]
+            size = len(self.prompt) + self.max_new_tokens
+            self._text = torch.zeros(1, size, dtype=torch.long, device=self.device)
+        if self._written < n:
+            new = self.output[-(n - self._written) :] if self._written else self.prompt + self.output
+            self._text[0, self._written : n] = torch.tensor(new)
+            self._written = n
+        return self._text[:, :n]

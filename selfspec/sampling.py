@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.generation import LogitsProcessorList, logits_process
-
-from selfspec.penalties import PresenceFrequencyPenalty
+from transformers.generation import LogitsProcessorList
 
 CHUNK = 1 << 22  # scores perturbed at a time: the noise is float64, and its hashing needs a few copies
 DRAFT, ACCEPT, RESIDUAL = 1, 2, 3  # streams of noise that must not depend on one another
@@ -93,28 +91,8 @@ def _signed(x: int) -> int:
 # ---- the target distribution
 
 
-def _types(*names: str) -> set[type]:
-    return {getattr(logits_process, name) for name in names if hasattr(logits_process, name)}
-
-
-# functions of one row's scores alone: all nodes of all requests go through them at once
-PURE = _types(
-    *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
-    *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "SuppressTokensLogitsProcessor"),
-    *("InfNanRemoveLogitsProcessor", "LogitNormalization"),
-)
-# functions of the text so far and the scores, without memory: they may be asked about a text that never comes
-STATELESS = PURE | _types(
-    *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
-    *("EncoderRepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor"),
-    *("EncoderNoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor", "ForcedBOSTokenLogitsProcessor"),
-    *("ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor"),
-)
-STATELESS |= {PresenceFrequencyPenalty}
-
-
 class Pipeline:
-    """Processors and warpers in transformers' order.
+    """Processors and warpers in transformers' order, asked about one text at a time.
 
     Args:
         processors: as transformers builds them; those with memory belong to one request.
@@ -122,15 +100,12 @@ class Pipeline:
 
     def __init__(self, processors: LogitsProcessorList | None = None):
         self.processors = LogitsProcessorList() if processors is None else processors
-        self.pure = all(type(p) in PURE for p in self.processors)
-        self.stateless = all(type(p) in STATELESS for p in self.processors)
-        self.marginal = LogitsProcessorList(p for p in self.processors if type(p) in PURE)
 
-    def __call__(self, prefix: Tensor | None, logits: Tensor) -> Tensor:
+    def __call__(self, prefix: Tensor, logits: Tensor) -> Tensor:
         """Target scores, computed in float32 as transformers does.
 
         Args:
-            prefix: [R, t] long, the texts so far; None where the pipeline is pure.
+            prefix: [R, t] long, the texts so far.
             logits: [R, V]; left as they are.
 
         Returns:
@@ -138,11 +113,6 @@ class Pipeline:
         """
         scores = logits.to(torch.float32, copy=True)  # processors may write in place
         return self.processors(prefix, scores) if self.processors else scores  # type: ignore[arg-type]
-
-    def of_drafts(self, logits: Tensor) -> Tensor:
-        """The same temperature and cuts for the drafter's logits; what depends on the text is left out. [R, V]"""
-        scores = logits.to(torch.float32, copy=True)
-        return self.marginal(None, scores) if self.marginal else scores  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,11 +132,6 @@ class Sampling:
     seed: int = 0
     keep_scores: bool = False
     keep_logits: bool = False
-
-    @property
-    def lazy(self) -> bool:
-        """Whether tokens have to be chosen one by one, on the true text."""
-        return self.keep_scores or self.keep_logits or not self.pipeline.pure
 
     def choose(self, scores: Tensor, position: int) -> int:
         """One token. scores: [1, V]"""

@@ -46,6 +46,17 @@ def test_batches(name):
     assert allowed[:, 12:].tolist() == [[1, 1], [2, 2], [3, 3]]
 
 
+@pytest.mark.parametrize("name", ["repetition_penalty", "min_new_tokens", "exponential_decay", "forced_eos_token_id"])
+def test_padding_of_a_single_prompt_is_no_text_to_its_processors(name):
+    """They were transformers' own, made for the padded prompt, and skipped as many tokens of the true one."""
+    model, arguments = model_of(), ARGUMENTS[name]
+    ids = torch.tensor([[0, 0, 0, *PROMPT]])
+    fast = selfspec.custom_generate(path_of(model))
+    mask = (ids != 0).long()
+    got = own(model, ids, attention_mask=mask, max_new_tokens=N, custom_generate=fast, **arguments)
+    assert got[0, 3:].tolist() == own(model, max_new_tokens=N, **arguments)[0].tolist()
+
+
 def test_sampling_with_a_seed_is_selfspecs_own():
     model = model_of()
     fast, decoder = selfspec.custom_generate(path_of(model), mode="tree"), SelfSpecModel(model)

@@ -21,6 +21,7 @@ from selfspec import SelfSpecModel
 from selfspec.draft import DraftTree
 from selfspec.draft.drawn import drawn, replay
 from selfspec.draft.tree import best_first
+from selfspec.recipe import cuts_of
 from selfspec.sampling import Pipeline, as_seed
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS
 
@@ -46,7 +47,8 @@ class Model:
         for n in range(depth + 1):  # in a fixed order, whatever is asked first
             for text in itertools.product(range(V), repeat=n):
                 self.logits(text)
-        self.q = self.pipeline.of_drafts(torch.randn(depth, V, generator=g)).double().softmax(-1)
+        cuts = cuts_of(pipeline, [0], depth + 1)
+        self.q = cuts(None, torch.randn(1, depth, V, generator=g))[0].double().softmax(-1)
 
     def scores(self, text):
         """[V]; a text begins with the anchor, token 0"""

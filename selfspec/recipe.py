@@ -1,0 +1,139 @@
+"""Which steps do what a request's processors do.
+
+A recipe is how requests are grouped, and what a CUDA graph is valid for. A graph that was captured with one has to hold
+on to it, since its steps keep the constant tensors that the graph reads, and it has to have been called before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from selfspec.nodes import Nodes
+from selfspec.penalties import PresenceFrequencyPenalty
+from selfspec.steps import Ban, Bias, Decay, Eta, Force, NGram, PresenceFrequency, Pure, Repetition, Step, TopH
+
+
+class Recipe:
+    """Steps in order. There is one object for equal steps, as long as anyone holds it.
+
+    Attributes:
+        steps: what it does.
+        reads_text: some step needs the tokens of the text.
+    """
+
+    _known: ClassVar[WeakValueDictionary[tuple[Step, ...], Recipe]] = WeakValueDictionary()
+
+    def __init__(self, steps: tuple[Step, ...]):
+        self.steps = steps
+        self.reads_text = any(s.reads_text for s in steps)
+
+    @classmethod
+    def of(cls, steps: Sequence[Step]) -> Recipe:
+        """The recipe of these steps."""
+        found = cls._known.get(tuple(steps))
+        if found is None:
+            found = cls._known[tuple(steps)] = cls(tuple(steps))
+        return found
+
+    def __call__(self, nodes: Nodes | None, logits: Tensor) -> Tensor:
+        """Target scores after every node.
+
+        Args:
+            nodes: the nodes; None for steps that are functions of the scores alone.
+            logits: [N, M, V], left as they are.
+
+        Returns:
+            [N, M, V] float32, in which transformers computes
+        """
+        scores = logits.to(torch.float32, copy=True)  # processors may write in place
+        for step in self.steps:
+            scores = step(nodes, scores)  # type: ignore[arg-type]
+        return scores
+
+
+def recipe_of(processors: Sequence[Any], prompt: list[int], cap: int) -> Recipe | None:
+    """The recipe of a request's processors; None where one has no batched form (a caller's own, a stateful one).
+
+    Args:
+        processors: as transformers builds them for this prompt.
+        prompt: token ids.
+        cap: new tokens.
+    """
+    steps = [step_of(p, prompt, cap) for p in processors]
+    known = [s for s in steps if s is not None]
+    return Recipe.of(known) if len(known) == len(steps) else None
+
+
+def cuts_of(processors: Sequence[Any], prompt: list[int], cap: int) -> Recipe:
+    """The steps among them that are functions of the scores alone: temperature and cuts, for the drafter's logits.
+
+    See `recipe_of`; what depends on the text is left out, a draft may be wrong.
+    """
+    steps = [step_of(p, prompt, cap) for p in processors]
+    return Recipe.of([s for s in steps if s is not None and s.of_scores])
+
+
+def step_of(processor: Any, prompt: list[int], cap: int) -> Step | None:
+    """The batched form of a processor, None where there is none. See `recipe_of`; a subclass is another processor."""
+    p, n, kind = processor, len(prompt), type(processor).__name__
+    if kind in PURE and type(p) is getattr(hf, kind, None):
+        key = (kind, *((k, _frozen(v)) for k, v in sorted(vars(p).items())))
+        return {"EtaLogitsWarper": Eta, "TopHLogitsWarper": TopH}.get(kind, Pure)(key, p)
+    if type(p) is PresenceFrequencyPenalty:
+        return PresenceFrequency(p.presence, p.frequency, p.prompt - n)
+    if type(p) is not getattr(hf, kind, None):
+        return None
+    match kind:
+        case "SuppressTokensLogitsProcessor":
+            return Ban(_ids(p.suppress_tokens))
+        case "SuppressTokensAtBeginLogitsProcessor":
+            return Ban(_ids(p.begin_suppress_tokens), at=p.begin_index - n)
+        case "MinLengthLogitsProcessor":
+            return Ban(_ids(p.eos_token_id), below=p.min_length - n)
+        case "MinNewTokensLengthLogitsProcessor":
+            return Ban(_ids(p.eos_token_id), below=p.prompt_length_to_skip + p.min_new_tokens - n)
+        case "ForcedBOSTokenLogitsProcessor":
+            return Force((p.bos_token_id,), 1 - n)
+        case "ForcedEOSTokenLogitsProcessor":
+            return Force(_ids(p.eos_token_id), p.max_length - 1 - n)
+        case "ExponentialDecayLengthPenalty":
+            longest = 1 << max(cap - 1, 1).bit_length()  # few sizes, so that requests share
+            return Decay(p.regulation_start - n, p.regulation_factor, _ids(p.eos_token_id), longest)
+        case "RepetitionPenaltyLogitsProcessor":
+            first = p.prompt_ignore_length
+            if isinstance(first, Tensor) and first.numel() != 1:
+                return None
+            return Repetition(p.penalty, int(first or 0))
+        case "EncoderRepetitionPenaltyLogitsProcessor":
+            return Repetition(p.penalty, None) if p.encoder_input_ids.tolist() == [prompt] else None
+        case "NoRepeatNGramLogitsProcessor":
+            return NGram(p.ngram_size)
+        case "EncoderNoRepeatNGramLogitsProcessor":
+            wanted = {tuple(prompt[i : i + p.ngram_size]) for i in range(n - p.ngram_size + 1)}
+            held = [{(*k, t) for k, ends in grams.items() for t in ends} for grams in p.generated_ngrams]
+            return NGram(p.ngram_size, True) if held == [wanted] else None
+        case "SequenceBiasLogitsProcessor" | "NoBadWordsLogitsProcessor":
+            return Bias(tuple((tuple(map(int, s)), float(b)) for s, b in p.sequence_bias.items()))
+    return None
+
+
+# functions of one row's scores alone
+PURE = {
+    *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
+    *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
+    *("InfNanRemoveLogitsProcessor", "LogitNormalization"),
+}
+
+
+def _ids(values: Tensor) -> tuple[int, ...]:
+    return tuple(values.reshape(-1).tolist())
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value.reshape(-1).tolist()) if isinstance(value, Tensor) else value
