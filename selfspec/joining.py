@@ -11,14 +11,13 @@ from torch import Tensor
 from selfspec import decode
 from selfspec.backbone import Backbone
 from selfspec.cache import KVCache
+from selfspec.choose import Chooser
 from selfspec.decode import Frame
 from selfspec.draft import DraftTree
 from selfspec.graphs import Graphs
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
 from selfspec.slots import Slots
-from selfspec.verify import Accept
-from selfspec.verify.greedy import greedy
 
 CHUNK = 512  # positions of one request in a forward, so that memory does not grow with the square of the prompt
 ROWS = 8192  # positions of all requests in a forward
@@ -44,14 +43,14 @@ class Joining:
         self,
         held: list[Request | None],
         frame: Callable[[int, int, int], Frame],
-        accept: Callable[[list[Request | None]], Accept | None],
+        chooser: Chooser,
     ) -> tuple[list[tuple[Request, int]], list[Request], list[tuple[Request, int]]]:
         """Run the next positions of the first requests.
 
         Args:
             held: who holds which slot.
             frame: of a first slot, a number of requests and rows.
-            accept: how requests' tokens are chosen.
+            chooser: of the first tokens.
 
         Returns:
             The requests of the forward and how many positions each ran; those whose prompts are through; and the first
@@ -76,20 +75,17 @@ class Joining:
         if taps is not None and self.slots.features is not None:
             for i in through:
                 self.slots.features[first + i] = taps[i]
-        tokens = [] if last is None or not fresh else self._choose([run[i] for i in fresh], last[fresh], accept)
+        tokens = [] if last is None or not fresh else self._choose([run[i] for i in fresh], last[fresh], chooser)
         ready = [run[i] for i in through]
         self.requests = [r for r in self.requests if not any(r is x for x in ready)]
         return list(zip(run, counts)), ready, tokens
 
-    def _choose(
-        self, requests: list[Request], hidden: Tensor, accept: Callable[[list[Request | None]], Accept | None]
-    ) -> list[tuple[Request, int]]:
+    def _choose(self, requests: list[Request], hidden: Tensor, chooser: Chooser) -> list[tuple[Request, int]]:
         """What follows each prompt. hidden: [m, d] of its last position"""
         device = self.backbone.device
         ends = DraftTree(torch.tensor([[r.prompt[-1]] for r in requests], device=device))
         start = torch.tensor([len(r.prompt) - 1 for r in requests], device=device)
-        logits, chosen = self.backbone.logits(hidden[:, None]), accept([*requests])
-        tokens = (greedy(ends, logits) if chosen is None else chosen(ends, logits, start)).tokens[:, 0]
+        tokens = chooser.accept(requests, ends, self.backbone.logits(hidden[:, None]), start).tokens[:, 0]
         self.slots.text[torch.tensor([r.slot for r in requests], device=device), start + 1] = tokens
         return list(zip(requests, tokens.tolist(), strict=True))
 

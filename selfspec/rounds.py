@@ -20,8 +20,6 @@ from selfspec.draft.lookup import lookup
 from selfspec.plan import Plan
 from selfspec.request import Request
 from selfspec.slots import Slots
-from selfspec.verify import Accept
-from selfspec.verify.greedy import greedy
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ class Rounds:
         frame: Frame,
         size: int,
         redraft: bool,
-        requests: list[Request | None],
-        accept: Accept | None,
+        requests: list[Request],
         run: Callable[..., Any],
         clock: Clock | None,
     ) -> Tensor:
@@ -61,7 +58,6 @@ class Rounds:
             size: nodes of a chain.
             redraft: draft in a pass of its own; otherwise the last verification has drafted already.
             requests: of its rows.
-            accept: chooses the path; None is greedy, without a look of the host.
             run: runs the parts that need no host, as `Graphs` does.
             clock: marks the parts.
 
@@ -88,7 +84,7 @@ class Rounds:
                 assert slots.saved is not None
                 logits = slots.saved[: frame.n, : size - 1]
             nodes = plan.tree_nodes if plan.tree else None
-            tree = self.chooser.tree(filled(requests), anchor, start, logits, nodes)
+            tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[: frame.n])
         if clock is not None:
             clock.lap("draft")
         group = plan.block_size if plan.overlap else 0
@@ -102,7 +98,7 @@ class Rounds:
         logits = backbone.logits(hidden.clean)  # [n, M, V]
         if clock is not None:
             clock.lap("verify")
-        accepted = greedy(tree, logits) if accept is None else accept(tree, logits, start)
+        accepted = self.chooser.accept(requests, tree, logits, start, slots.view(frame.n))
         if group:
             assert slots.saved is not None
             slots.saved[: frame.n, : group - 1] = decode.saved_draft(backbone, accepted, hidden, group, config)
@@ -113,10 +109,3 @@ class Rounds:
 def plainly(key: Any, fn: Callable[..., Any], *inputs: Tensor) -> Any:
     """Run as it is; what `Graphs` does inside a capture."""
     return fn(*inputs)
-
-
-def filled(requests: list[Request | None]) -> list[Request]:
-    """The requests of all rows; an idle row is chosen for like any other, and keeps nothing."""
-    sampling = next((r.sampling for r in requests if r is not None and not r.lazy), None)
-    drawn = any(r is not None and r.drawn for r in requests)
-    return [Request([0], 1, sampling=sampling, drawn=drawn) if r is None else r for r in requests]

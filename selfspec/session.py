@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from selfspec.backbone import Backbone
-from selfspec.choose import Chooser
+from selfspec.choose import Chooser, graph_key
 from selfspec.clock import Clock
 from selfspec.decode import Frame
 from selfspec.graphs import Graphs, capturable
@@ -20,12 +21,13 @@ from selfspec.joining import CHUNK, Joining, goal
 from selfspec.plan import Plan
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
-from selfspec.rounds import Rounds, filled, plainly
+from selfspec.rounds import Rounds, plainly
 from selfspec.slots import Slots
-from selfspec.verify import CHAINS, Accept
+from selfspec.verify import CHAINS
 
 __all__ = ["Request", "Session", "fitting"]
 
+IDLE = Request([0], 1)  # in the place of nobody
 KEYS = 256  # the smallest K of a graph; the others are its doubles
 
 
@@ -150,7 +152,7 @@ class Session:
             self.requests[r.slot] = r
             self.joining.append(r)
             seed = 0 if r.sampling is None else r.sampling.seed
-            self.slots.put(r.slot, text, self.cache.lengths[r.slot], seed)
+            self.slots.put(r.slot, text, self.cache.lengths[r.slot], len(r.prompt), seed)
 
     def check(self, request: Request) -> None:
         """Refuse what would fail, or end in wrong positions, once it runs beside others.
@@ -219,16 +221,15 @@ class Session:
 
     def _round(self) -> None:
         """Start a round, or two when none is on its way, and read the oldest."""
-        n, requests = self._rows()
-        accept = self._accept(requests)
-        ahead = self.graphs.enabled and accept is None
+        _, requests = self._rows()
+        key = self._key(requests)
+        ahead = self.graphs.enabled and key is not None
         while len(self._flights) > ahead:  # what the host chooses can't be started before it has read all
             self._land()
         if self._unfinished():
-            n, requests = self._rows()
-            self._start(n, requests, self._accept(requests))
+            self._start(*self._rows(), key)
             if ahead and len(self._flights) == 1 and self._unfinished():
-                self._start(n, requests, None)
+                self._start(*self._rows(), key)
         if self._flights:
             self._land()
 
@@ -253,8 +254,8 @@ class Session:
                 self.slots.left[old] = 0
         return n, [None if r in self.joining else r for r in self.requests[:n]]
 
-    def _start(self, n: int, requests: list[Request | None], accept: Accept | None) -> None:
-        """Start one round of the first n slots."""
+    def _start(self, n: int, requests: list[Request | None], key: Hashable | None) -> None:
+        """Start one round of the first n slots; with a key it needs no look of the host."""
         plan, clock = self.plan, Clock(self.backbone.device)
         running = [r for r in requests if r is not None]
         size = plan.block_size
@@ -262,12 +263,12 @@ class Session:
             size = min(size, max(r.max_new_tokens - len(r.output) for r in running))
         redraft = not plan.overlap or self._stale
         frame = self._frame(0, n, plan.rows)
-        play = partial(self.rounds.play, plan, frame, size, redraft)
-        if accept is None:
-            key = ("round", n, frame.n_keys, plan, redraft)
-            result = self.graphs(key, partial(play, requests, None, plainly, None if self.graphs.enabled else clock))
+        idle = IDLE if key is None else running[0]  # chosen for like any other, and kept by nobody
+        play = partial(self.rounds.play, plan, frame, size, redraft, [r or idle for r in requests])
+        if key is None or not self.graphs.enabled:
+            result = play(self.graphs, clock)
         else:
-            result = play(requests, accept, self.graphs, clock)
+            result = self.graphs(("round", frame, plan, redraft, key), partial(play, plainly, None))
         self._stale = not plan.overlap
         if plan.drafts and redraft and size > 1:
             assert self.config is not None
@@ -304,7 +305,7 @@ class Session:
     def _chunk(self) -> None:
         """Prefill the next positions of the first that join, and take the first tokens of those that are through."""
         clock = Clock(self.backbone.device)
-        run, through, tokens = self.queue.chunk(self.requests, self._frame, self._accept)
+        run, through, tokens = self.queue.chunk(self.requests, self._frame, self.chooser)
         for r, token in tokens:
             self._landed.append((r, r.take([token])))
         for r in through:
@@ -320,11 +321,10 @@ class Session:
 
     # ---- small parts
 
-    def _accept(self, requests: list[Request | None]) -> Accept | None:
-        """How these requests' tokens are chosen; None where all are greedy on bare logits."""
-        if all(r is None or r.sampling is None for r in requests) and not self.chooser.draws:
-            return None
-        return partial(self.chooser.accept, filled(requests))
+    def _key(self, requests: list[Request | None]) -> Hashable | None:
+        """What a captured round of these requests is valid for; None where the host has to look, or they differ."""
+        keys = {graph_key([r]) for r in requests if r is not None}
+        return (self.chooser.verify, *keys) if len(keys) == 1 and None not in keys else None
 
     def _leave(self, request: Request) -> None:
         """Free a request's slot."""

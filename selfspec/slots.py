@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec.draft.lookup import LONGEST
+from selfspec.nodes import Text
 
 
 class Slots:
@@ -22,6 +23,7 @@ class Slots:
         text: [n, W] long, prompt and answer, the token of position p at p; the last column takes what nobody wants.
         start: [n] long, committed positions, and so the position of the anchor: the last token known.
         left: [n] long, tokens that may still be emitted; 0 in a slot that no round may advance.
+        prompt: [n] long, tokens of each prompt.
         seed: [n] long, of sampling.
         features: [n, F] of position start - 1, or None.
         saved: [n, T, V] logits of the positions after the anchor, where overlapped rounds leave them.
@@ -34,7 +36,7 @@ class Slots:
             return torch.zeros(n, *shape, dtype=dtype, device=device)
 
         self.text = zeros(capacity + LONGEST + 1)
-        self.start, self.left, self.seed = zeros(), zeros(), zeros()
+        self.start, self.left, self.prompt, self.seed = zeros(), zeros(), zeros(), zeros()
         self.features = zeros(features, dtype=dtype) if features else None
         self.saved: Tensor | None = None
         self._dtype = dtype
@@ -49,14 +51,26 @@ class Slots:
         """Last known token of the first n requests. [n] long"""
         return self.text[:n].gather(1, self.start[:n, None])[:, 0]
 
-    def put(self, slot: int, text: list[int], start: int, seed: int) -> None:
-        """Take in a request that no round advances yet."""
+    def view(self, n: int) -> Text:
+        """What choosing a token needs to know of the first n requests."""
+        return Text(self.text[:n], self.prompt[:n], self.seed[:n])
+
+    def put(self, slot: int, text: list[int], start: int, prompt: int, seed: int) -> None:
+        """Take in a request that no round advances yet.
+
+        Args:
+            slot: its row.
+            text: prompt, and what was emitted already.
+            start: positions that are committed.
+            prompt: tokens of the prompt.
+            seed: of sampling.
+        """
         self.text[slot, : len(text)] = torch.tensor(text, device=self.text.device)
-        self.start[slot], self.left[slot], self.seed[slot] = start, 0, seed
+        self.start[slot], self.left[slot], self.prompt[slot], self.seed[slot] = start, 0, prompt, seed
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows to other places, over what stood there; no slot may be in both lists."""
         old, new = torch.tensor([sources, targets], device=self.text.device)
-        for t in (self.text, self.start, self.left, self.seed, self.features, self.saved):
+        for t in (self.text, self.start, self.left, self.prompt, self.seed, self.features, self.saved):
             if t is not None:
                 t[new] = t[old]
