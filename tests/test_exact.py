@@ -16,8 +16,9 @@ from selfspec.shadow import UnsupportedModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
-SHAPES = dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48)
-WIDE = dict(hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+SHAPES = dict(
+    num_hidden_layers=2, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+)
 BIASED = dict(attention_bias=True)
 FAMILIES = {
     "Llama": BIASED | SHAPES,
@@ -26,8 +27,8 @@ FAMILIES = {
     "Qwen3": SHAPES,
     "Mistral": dict(sliding_window=21) | SHAPES,
 }
-TEXT = (PROMPT * 5)[:44]
-B = 3  # rows of a draft group
+TEXT = (PROMPT * 5)[:34]
+B = 2  # rows of a draft group
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def alone(family, dtype):
     cache = body.new_cache(1, 64, 32)
     with torch.no_grad():
         first = fill(body, cache, TEXT[:29], 29)
-        rest = fill(body, cache, TEXT[29:], 1)
+        rest = fill(body, cache, TEXT[29:], 1)  # crosses the end of a stretch
     return torch.cat([first, rest]), stored(cache, 0, 0, len(TEXT))
 
 
@@ -87,34 +88,36 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-EVERY = [(f, d) for f in FAMILIES for d in (torch.float32, HALF)]
-SOME = [("Llama", HALF), ("Qwen2", torch.float32), ("Qwen3", HALF), ("Mistral", torch.float32)]
+# the interpreter is slow; each thing that a family does differently is there once
+CLOSE = [("Llama", HALF, "copy"), ("Qwen2", torch.float32, "lora"), ("Qwen3", HALF, "lora"), ("Mistral", HALF, "copy")]
+EXACTLY = [("Llama", HALF), ("Mistral", torch.float32)]
+if DEVICE == "cuda":
+    CLOSE = [(f, d, t) for f in FAMILIES for d in (HALF, torch.float32) for t in ("copy", "lora")]
+    EXACTLY = [(f, d) for f in FAMILIES for d in (HALF, torch.float16, torch.float32)]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family,dtype", EVERY)
-@pytest.mark.parametrize("tuning", ["copy", "lora"])
+@pytest.mark.parametrize("family,dtype,tuning", CLOSE)
 def test_fused_layers_give_the_shadow_layers_logits(family, dtype, tuning):
     """Clean rows and draft rows, which ride along or are alone."""
     out = []
     for body in bodies(family, dtype, tuning):
-        cache = body.new_cache(2, 16, 32)
-        text = ids(TEXT[:9], TEXT[1:10])
-        body(rows.chain(starts(0, 0), 9), cache, text)
-        cache.commit([9, 7])
-        tree = rows.tree(starts(9, 7), ids([-1, 0, 0], [-1, 0, 1]))
-        layout = rows.overlapped(tree, ids([0, 2], [1, -1]), B)
-        slots = torch.arange(B, device=DEVICE).repeat(2, 2)
+        cache = body.new_cache(2, 16, 16)
+        body(rows.chain(starts(0, 0), 5), cache, ids(TEXT[:5], TEXT[1:6]))
+        cache.commit([5, 3])
+        tree = rows.tree(starts(5, 3), ids([-1, 0, 0], [-1, 0, 1]))
+        layout = rows.overlapped(tree, ids([2], [1]), B)
+        slots = torch.arange(B, device=DEVICE).repeat(2, 1)
         masks = DraftRows(torch.full_like(slots, MASK), slots)
         both = body(layout, cache, ids([3, 1, 4], [1, 5, 9]), masks)
-        draft = body(rows.block(starts(9, 7), B), cache, draft=DraftRows(masks.tokens[:, :B], slots[:, :B])).draft
-        out.append([body.logits(x).float() for x in (both.clean, both.draft[:1], both.draft[1:, :B], draft)])
+        draft = body(rows.block(starts(5, 3), B), cache, draft=masks).draft
+        out.append([body.logits(x).float() for x in (both.clean, both.draft, draft)])
     for plain, fused in zip(*out, strict=True):
         assert (plain - fused).norm() / plain.norm() < (1e-5 if dtype == torch.float32 else 0.04)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family,dtype", SOME)
+@pytest.mark.parametrize("family,dtype", EXACTLY)
 def test_a_row_is_the_same_in_every_chunking_of_its_prefill(family, dtype):
     body = bodies(family, dtype)[1]
     hidden, kv = alone(family, dtype)
@@ -124,21 +127,19 @@ def test_a_row_is_the_same_in_every_chunking_of_its_prefill(family, dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family,dtype", SOME)
+@pytest.mark.parametrize("family,dtype", EXACTLY)
 def test_a_row_is_the_same_in_a_chain_and_beside_other_requests_and_draft_groups(family, dtype):
     body = bodies(family, dtype)[1]
     hidden, kv = alone(family, dtype)
     cache = body.new_cache(4, 64, 64)
-    others = [TEXT[7:], TEXT[3:15]]
     fill(body, cache, TEXT[:28], 28, slot=1)
-    for slot, text in ((2, others[0]), (3, others[1])):
-        fill(body, cache, text, 37, slot=slot)
+    fill(body, cache, TEXT[3:12], 9, slot=2)
+    cache.lengths[3] = 1
     at = starts(*cache.lengths[1:])
-    chain = rows.chain(at, 16)
-    tokens = ids(TEXT[28:44], [2] * 16, [5] * 16)
-    got = body(chain, cache, tokens, first=1)
-    assert torch.equal(got.clean[0], hidden[28:44])
-    assert same(stored(cache, 1, 28, 44), [t[:, 28:44] for t in kv])
+    tokens = ids(TEXT[28:34], [2] * 6, [5] * 6)
+    got = body(rows.chain(at, 6), cache, tokens, first=1)
+    assert torch.equal(got.clean[0], hidden[28:])
+    assert same(stored(cache, 1, 28, 34), [t[:, 28:] for t in kv])
     nodes = torch.tensor([[0, 4]], device=DEVICE).expand(3, -1)
     slots = torch.arange(B, device=DEVICE).repeat(3, 2)
     layout = rows.overlapped(rows.chain(at, 5), nodes, B)
@@ -148,15 +149,15 @@ def test_a_row_is_the_same_in_a_chain_and_beside_other_requests_and_draft_groups
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family,dtype", SOME)
+@pytest.mark.parametrize("family,dtype", EXACTLY)
 @pytest.mark.parametrize("groups", [False, True])
 def test_a_row_is_the_same_inside_a_tree(family, dtype, groups):
     """The text's next five tokens stand in a tree in between others; committed, they are what plain decoding stored."""
     body = bodies(family, dtype)[1]
     hidden, kv = alone(family, dtype)
     cache = body.new_cache(2, 64, 32)
-    for slot, n in ((0, 12), (1, 29)):
-        fill(body, cache, TEXT[:n], 29, slot=slot)
+    fill(body, cache, TEXT[:29], 29, slot=1)
+    cache.lengths[0] = 12
     parents = [-1, 0, 0, 1, 2, 4, 4, 3, 6]
     mine = [0, 2, 4, 6, 8]
     tokens = [7] * 9
@@ -170,7 +171,7 @@ def test_a_row_is_the_same_inside_a_tree(family, dtype, groups):
     got = body(layout, cache, ids([1] * 9, tokens), draft)
     assert torch.equal(got.clean[1, mine], hidden[29:34])
     cache.commit([1, 5], ids([0, 0, 0, 0, 0], mine))
-    assert same(stored(cache, 1, 29, 34), [t[:, 29:34] for t in kv])
+    assert same(stored(cache, 1, 29, 34), [t[:, 29:] for t in kv])
 
 
 def test_exact_mode_refuses_what_it_cannot_promise():

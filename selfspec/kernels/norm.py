@@ -12,7 +12,7 @@ from torch import Tensor
 def _rmsnorm(x, weight, out, eps, K: tl.constexpr, BLOCK: tl.constexpr):
     """One row."""
     row = tl.program_id(0).to(tl.int64) * K
-    squares = tl.zeros([BLOCK], tl.float32)
+    squares = tl.full([BLOCK], 0.0, tl.float32)
     for low in range(0, K, BLOCK):
         k = low + tl.arange(0, BLOCK)
         v = tl.load(x + row + k, k < K, 0.0).to(tl.float32)

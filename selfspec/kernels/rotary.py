@@ -77,11 +77,14 @@ def rotary(
 
     Args:
         qkv: [N, R, (H + 2 Hkv) * D] contiguous: the projections side by side.
-        cos, sin: [N or 1, R, P], P <= D: the first P elements of a head are rotated. Alike in their strides.
-        keys, values: [requests, Hkv, S, D], the whole cache; a slot's D elements are dense.
+        cos: [N or 1, R, P], P <= D: the first P elements of a head are rotated.
+        sin: like cos, in its strides too.
+        keys: [requests, Hkv, S, D], the whole cache; a slot's D elements are dense.
+        values: likewise.
         requests: [N, 1] or [N], each request's index in the cache.
         slots: [N, R or more], each row's slot.
-        q_norm, k_norm: weight [D] and epsilon of an RMSNorm over each head (Qwen3, arXiv 2505.09388); both or none.
+        q_norm: weight [D] and epsilon of an RMSNorm over each head (Qwen3, arXiv 2505.09388).
+        k_norm: the keys' own; both or none.
 
     Returns:
         Queries, [N, H, R, D], a view of [N, R, H, D].
