@@ -28,6 +28,10 @@ FAMILIES = {
     "Qwen3": SHAPES,
     "Mistral": SHAPES | dict(sliding_window=3),
 }
+SMOLLM2 = dict(  # its sizes, six of its layers
+    num_hidden_layers=6, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3,
+    head_dim=64, vocab_size=49152, max_position_embeddings=8192, initializer_range=0.04,
+)  # fmt: skip
 TEXT = (PROMPT * 5)[:34]
 B = 2  # rows of a draft group
 
@@ -130,7 +134,7 @@ def test_a_row_is_the_same_in_every_chunking_of_its_prefill(family, dtype):
 
 def restored(body, kv, slot, length, *others):
     """A cache that holds the text's first positions in a slot, other requests' rubbish in the others."""
-    cache = body.new_cache(1 + len(others), 64, 32)
+    cache = body.new_cache(1 + len(others), max(length, *others) + 64, 64)
     for full, text in zip(cache.stores, kv, strict=True):
         full.normal_()
         full[slot, :, :length] = text[:, :length]
@@ -205,3 +209,35 @@ def test_fused_layers_say_that_they_have_no_gradient():
     body = bodies("Qwen3", HALF, "lora")[1]
     with pytest.raises(ValueError, match="have no gradient"):
         body.norm(torch.zeros(1, 1, 32, dtype=HALF, device=DEVICE, requires_grad=True))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("length", [500, 2040])
+def test_rows_are_the_same_at_real_sizes(monkeypatch, dtype, length):
+    """SmolLM2's shape and the kernels' own tiles: decoding, chains, trees, batches and chunks, to the last bit."""
+    monkeypatch.undo()  # the small tiles
+    body = Backbone(build("Llama", dtype, **SMOLLM2).to(DEVICE), backend="triton")
+    body.fuse(exact=True)
+    text = torch.randint(49152, (length + 24,), generator=torch.Generator().manual_seed(length)).tolist()
+    cache = body.new_cache(1, length + 24, 512)
+    hidden = torch.cat([fill(body, cache, text[:length], 512), fill(body, cache, text[length:], 1)])
+    kv = stored(cache, 0, 0, length + 24)
+    for chunk in (7, 100):
+        assert torch.equal(fill(body, body.new_cache(1, length + 24, 512), text, chunk), hidden)
+    cache = restored(body, kv, 1, length, 33, 700, 64)
+    at = starts(*cache.lengths)
+    other = [5] * 16
+    chain = body(rows.chain(at, 16), cache, ids(other, text[length : length + 16], other, other)).clean[1]
+    assert torch.equal(chain, hidden[length : length + 16])
+    assert torch.equal(body.logits(chain[None])[0, 9:10], body.logits(hidden[None, length + 9 : length + 10])[0])
+    parents = [-1] + [(i - 1) // 2 for i in range(1, 64)]
+    mine = [0, 2, 5, 12, 25, 52]
+    tokens = [9] * 64
+    for node, token in zip(mine, text[length:], strict=False):
+        tokens[node] = token
+    got = body(rows.tree(at, ids(*[parents] * 4)), cache, ids([1] * 64, tokens, [2] * 64, [3] * 64)).clean[1, mine]
+    assert torch.equal(got, hidden[length : length + 6])
+    cache.commit([1, 6, 1, 1], ids([0] * 6, mine, [0] * 6, [0] * 6))
+    assert same(stored(cache, 1, length, length + 6), [t[:, length : length + 6] for t in kv])

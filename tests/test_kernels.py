@@ -87,7 +87,7 @@ def test_tiles_are_chosen_by_the_weights_shape_alone():
 def test_linear_says_what_it_cannot_read():
     x, w = torch.zeros(1, 2, 16), torch.zeros(32, 16)
     with pytest.raises(ValueError, match="must be contiguous"):
-        linear(x.transpose(0, 1).expand(2, 2, 16)[:, :1], (w,))
+        linear(torch.zeros(1, 4, 16)[:, ::2], (w,))
     with pytest.raises(ValueError, match="gate and up"):
         linear(x, (w,), swiglu=True)
 
@@ -125,14 +125,13 @@ def test_rotary_agrees_with_torch_and_fills_the_cache(normed, d, p, dtype):
     assert torch.equal(cache[1].abs().sum((1, 3)).cpu() > 0, written)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_every_kernel_compiles_for_a_gpu(dtype, tmp_path):
+def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """For sm_90, without a device: the interpreter runs much that a compiler refuses."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).with_name("compile_kernels.py")
-    run = subprocess.run([sys.executable, "-P", str(script), dtype], env=env, capture_output=True, text=True)
+    script = str(Path(__file__).with_name("compile_kernels.py"))
+    run = subprocess.run([sys.executable, "-P", script, "bfloat16"], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {"_linear", "_rmsnorm", "_rotary", "_partial", "_combine"}
-    if dtype == "bfloat16":
-        assert all("tensor-core products 0" not in x for x in lines if x.startswith(("_linear", "_partial")))
+    products = [x for x in lines if x.startswith(("_linear", "_partial"))]
+    assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)

@@ -201,10 +201,11 @@ def attention(
         r, c, g * r, n_splits, n_keys, tails, scale, softcap or 0.0, window or 0,
         HKV=hkv, G=g, D=d, DV=dv, BD=bd, BDV=bdv, BLOCK_M=BLOCK_M, BLOCK=BLOCK_N, STRETCH=SPLIT,
         WINDOW=window is not None, SOFTCAP=softcap is not None,
-        DRAFT=compact.seen is not None, TREE=compact.path is not None,
+        DRAFT=compact.seen is not None, TREE=compact.path is not None, enable_fp_fusion=False,
     )  # fmt: skip
     _combine[(n * h * r,)](
         acc, high, total, query if sinks is None else sinks, compact.start, out, r, n_splits,
         H=h, DV=dv, BDV=bdv, STRETCH=SPLIT, CHUNK=CHUNK, SINKS=sinks is not None,
+        enable_fp_fusion=False,  # variants of a kernel could be contracted differently
     )  # fmt: skip
     return out.transpose(1, 2)

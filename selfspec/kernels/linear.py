@@ -192,7 +192,7 @@ def linear(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2],
         BM=how.m, BN=how.n, BK=how.k, BS=min(256, triton.next_power_of_2(k)), SPLIT=split,
         NORM=norm is not None, BIAS=biases is not None, RESIDUAL=residual is not None, SWIGLU=swiglu,
-        num_warps=how.warps, num_stages=how.stages,
+        num_warps=how.warps, num_stages=how.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

@@ -39,7 +39,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     k = x.shape[-1]
     if x.numel():
         block = min(1024, triton.next_power_of_2(k))
-        _rmsnorm[(x.numel() // k,)](x, weight, out, eps, K=k, BLOCK=block, num_warps=4)
+        _rmsnorm[(x.numel() // k,)](x, weight, out, eps, K=k, BLOCK=block, num_warps=4, enable_fp_fusion=False)
     return out
 
 

@@ -105,7 +105,8 @@ def rotary(
         qkv, cos, sin, qw, kw, queries, keys, values, requests, slots,
         r, slots.stride(0), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), qe, ke,
-        H=h, HKV=hkv, D=d, P=p, BD=triton.next_power_of_2(d), NORM=q_norm is not None, num_warps=1,
+        H=h, HKV=hkv, D=d, P=p, BD=triton.next_power_of_2(d), NORM=q_norm is not None,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return queries.transpose(1, 2)
 
