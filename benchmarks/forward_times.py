@@ -34,6 +34,12 @@ def load(name: str, dtype: torch.dtype, device: str):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def how(args) -> str:
+    """What runs the layers, for the table's first line."""
+    kinds = {"compile": ", compiled layers", "fused": ", fused layers", "exact": ", exact"}
+    return "".join(text for name, text in kinds.items() if getattr(args, name))
+
+
 def main() -> None:
     """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -48,6 +54,8 @@ def main() -> None:
     parser.add_argument("--launch", default="eager,graph" if torch.cuda.is_available() else "eager")
     parser.add_argument("--backend", default="sdpa")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="layers, norm and head by our own kernels")
+    parser.add_argument("--exact", action="store_true", help="with --fused: row-invariant or an error")
     parser.add_argument("--json")
     args = parser.parse_args()
     numbers = {k: [int(x) for x in getattr(args, k).split(",")] for k in ("rows", "requests", "entries")}
@@ -55,7 +63,7 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "cpu"
     out = []
     print(f"{args.model} {args.dtype} on {machine}, context {args.context}, torch {torch.__version__}, ", end="")
-    print(f"attention {args.backend}{', compiled layers' if args.compile else ''}")
+    print(f"attention {args.backend}{how(args)}")
     print(f"{'kind':6} {'entry':>5} {'requests':>8} {'rows':>5} {'graph':>6} {'ms':>8} {'low':>8} {'high':>8}")
     for graph in [x == "graph" for x in args.launch.split(",")]:
         for entry in [None, *numbers["entries"]]:
@@ -63,6 +71,9 @@ def main() -> None:
             if entry is not None:
                 path = MaskPathModel(model, MaskPathConfig(block_size=max(numbers["rows"]), entry=entry))
             backbone = Backbone(model, path, args.backend)
+            if args.fused:
+                said = backbone.fuse(args.exact)
+                print(said, flush=True) if entry is None else None
             if args.compile:
                 backbone.compile()
             for n in numbers["requests"]:
@@ -80,6 +91,8 @@ def main() -> None:
             "model": args.model,
             "backend": args.backend,
             "compile": args.compile,
+            "fused": args.fused,
+            "exact": args.exact,
             "dtype": args.dtype,
             "machine": machine,
             "torch": torch.__version__,

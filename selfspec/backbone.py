@@ -269,7 +269,7 @@ class Backbone(nn.Module):
         Raises:
             UnsupportedModel: exact, and this model, device or attention backend cannot be; the message says why.
         """
-        from selfspec.fused import fuse  # needs triton, which a CPU does without
+        from selfspec.fusable import fuse  # needs triton, which a CPU does without
 
         return fuse(self, exact)
 

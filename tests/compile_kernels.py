@@ -1,14 +1,18 @@
 """Compiles every kernel for an sm_90 GPU, with the arguments of real calls and without a GPU: run by test_kernels.py.
 
-Prints one line a compiled kernel: its name, registers, bytes spilled, 16-byte loads.
+python tests/compile_kernels.py bfloat16 [all]    # all: more sizes and layouts, a minute
+
+Prints one line a compiled kernel: its name, bytes of shared memory, instructions on tensor cores, 16-byte loads.
 """
 
 import functools
-import itertools
+import sys
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
+
+LIMIT = 227 * 1024  # of one block on an H200
 
 
 class Device:
@@ -31,19 +35,11 @@ def compile_only(run):
     @functools.wraps(run)
     def wrapped(self, *args, warmup=False, **kwargs):
         kernel = run(self, *args, warmup=True, **kwargs)
-        asm = kernel.asm["ptx"]
-        # a static launch limit: more than this does not load on an H200
-        assert kernel.metadata.shared <= 227 * 1024, (
-            f"{self.__name__} needs {kernel.metadata.shared} bytes of shared memory"
-        )
-        wide = asm.count("ld.global.v4") + asm.count("ld.global.b128") + asm.count("cp.async.cg.shared.global")
-        print(
-            self.__name__,
-            f"shared {kernel.metadata.shared}",
-            f"mma {asm.count('mma.sync')}+{asm.count('wgmma.mma')}",
-            f"wide loads {wide}",
-            flush=True,
-        )
+        asm, shared = kernel.asm["ptx"], kernel.metadata.shared
+        assert shared <= LIMIT, f"{self.__name__} needs {shared} bytes of shared memory"
+        products = asm.count("mma.sync") + asm.count("wgmma.mma")
+        wide = sum(asm.count(x) for x in ("ld.global.v4", "ld.global.b128", "cp.async.cg.shared.global"))
+        print(f"{self.__name__} shared {shared} tensor-core products {products} wide loads {wide}", flush=True)
         return kernel
 
     return wrapped
@@ -53,11 +49,12 @@ def rand(*shape, dtype):
     return torch.zeros(*shape, dtype=dtype)
 
 
-def linears(dtype):
+def linears(dtype, every):
     from selfspec.kernels.linear import TICKETS, linear
+    from selfspec.kernels.norm import rmsnorm
 
     tickets = torch.zeros(TICKETS, dtype=torch.int32)
-    for hidden, kv, ffn, bias in ((576, 192, 1536, False), (4096, 1024, 12288, True)):
+    for hidden, kv, ffn, bias in ((576, 192, 1536, False), (4096, 1024, 12288, True))[: 1 + every]:
         x, wide = rand(1, 2, hidden, dtype=dtype), rand(1, 2, ffn, dtype=dtype)
         shapes = [(hidden, hidden), (kv, hidden), (kv, hidden)]
         norm = (rand(hidden, dtype=dtype), 1e-5)
@@ -65,30 +62,34 @@ def linears(dtype):
         linear(x, tuple(rand(*s, dtype=dtype) for s in shapes), biases, norm=norm, tickets=tickets)
         linear(x, (rand(hidden, hidden, dtype=dtype),), residual=x, tickets=tickets)
         linear(x, (rand(ffn, hidden, dtype=dtype), rand(ffn, hidden, dtype=dtype)), norm=norm, swiglu=True)
+        rmsnorm(x, *norm)
         linear(wide, (rand(hidden, ffn, dtype=dtype),), residual=x, tickets=tickets)
 
 
-def rotaries(dtype):
+def rotaries(dtype, every):
     from selfspec.kernels.rotary import rotary
 
     cos = rand(1, 2, 64, dtype=dtype)
     cache = rand(2, 3, 32, 64, dtype=dtype)
     qkv = rand(1, 2, 15 * 64, dtype=dtype)
     where = torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 2, dtype=torch.long)
-    for norm in (None, (rand(64, dtype=dtype), 1e-6)):
+    for norm in ((rand(64, dtype=dtype), 1e-6), None)[: 1 + every]:
         rotary(qkv, cos, cos, cache, cache, *where, norm, norm)
 
 
-def attentions(dtype):
+def attentions(dtype, every):
     from selfspec import rows
     from selfspec.attention import AttentionRule
 
     start = torch.zeros(1, dtype=torch.long)
     tree = rows.tree(start, torch.tensor([[-1, 0, 0]]))
-    layouts = (rows.chain(start, 2), rows.block(start, 2), tree, rows.overlapped(tree, torch.tensor([[0, 1]]), 2))
-    for layout, (window, softcap), d in itertools.product(layouts, ((None, None), (7, 5.0)), (64, 128)):
-        if d == 128 and window:
-            continue
+    cases = [
+        (rows.chain(start, 2), None, None, 64),
+        (rows.overlapped(tree, torch.tensor([[0, 1]]), 2), 7, 5.0, 64),
+        (rows.block(start, 2), None, None, 64),
+        (tree, None, None, 128),
+    ]
+    for layout, window, softcap, d in cases[: 4 if every else 2]:
         q, k = (rand(1, h, t, d, dtype=dtype) for h, t in ((6, layout.n_rows), (3, 192)))
         AttentionRule(layout, 192, "triton").run(q, k, k, window, 0.125, softcap, None)
 
@@ -96,7 +97,5 @@ def attentions(dtype):
 if __name__ == "__main__":
     driver.set_active(Device())
     jit.JITFunction.run = compile_only(jit.JITFunction.run)
-    for dtype in (torch.bfloat16, torch.float32):
-        linears(dtype)
-        rotaries(dtype)
-        attentions(dtype)
+    for compile_all in (linears, rotaries, attentions):
+        compile_all(getattr(torch, sys.argv[1]), sys.argv[2:] == ["all"])

@@ -4,10 +4,10 @@ Flash-decoding over the slot axis: every program reads one stretch of `SPLIT` sl
 all query heads of a group at once, and a second kernel combines the stretches in slot order. What a row may read of the
 prefix is one number (its position or its limit, and a window in positions); only draft rows need a bit for every row.
 
-Clean rows are exact: a row's bits depend on the keys and values of its own path alone. Tiles are absolute (tile b holds
-positions `[64 b, 64 b + 64)`), a tile of which a row sees nothing adds exactly nothing to it, and no size depends on the
-number of rows. In a chain slot = position. A tree's rows stand at other slots, so there the stretches that reach into
-the tail are read once for every row, its ancestors' slots gathered in the order of their positions.
+Clean rows are exact: a row's bits depend on the keys and values of its own path alone. Tiles are absolute (tile b
+holds positions `[64 b, 64 b + 64)`), a tile of which a row sees nothing adds exactly nothing to it, and no size depends
+on the number of rows. In a chain slot = position. A tree's rows stand at other slots, so there the stretches that reach
+into the tail are read once for every row, its ancestors' slots gathered in the order of their positions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _partial(
     alone = item < 0  # the program has the heads of one row of a tree
     if TREE:
         PARTS: tl.constexpr = (G + BLOCK_M - 1) // BLOCK_M
-        shared = tl.cdiv(n_draw, BLOCK_M) * n_splits
+        shared = ((n_draw + BLOCK_M - 1) // BLOCK_M) * n_splits
         alone = item >= shared
         one = tl.maximum(item - shared, 0) // tails
         mine = (one % PARTS) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -69,8 +69,8 @@ def _partial(
         drafts = draws & (r >= n_clean)
         bound = tl.load(limit + n * sln + (r - n_clean) * slr, drafts, 0).to(tl.int32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BDV], tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([BLOCK_M, BDV], 0.0, tl.float32)
     for low in range(begin, stop, BLOCK):
         t = low + tl.arange(0, BLOCK)  # a slot; the position of a program's one row
         here = t < end
@@ -127,12 +127,12 @@ def _combine(
     at = (n * H + head) * n_rows + (pid // H) % n_rows
     dv = tl.arange(0, BDV)
     top = tl.full([], -float("inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
+    total = tl.full([], 0.0, tl.float32)
     if SINKS:
         top = tl.load(sinks + head).to(tl.float32)
         total += 1.0
-    acc = tl.zeros([BDV], tl.float32)
-    used = tl.minimum(tl.cdiv(tl.load(start + n).to(tl.int32) + n_rows, STRETCH), n_splits)
+    acc = tl.full([BDV], 0.0, tl.float32)
+    used = tl.minimum((tl.load(start + n).to(tl.int32) + n_rows + STRETCH - 1) // STRETCH, n_splits)
     for low in range(0, used, CHUNK):
         s = low + tl.arange(0, CHUNK)
         ok = s < used
@@ -201,10 +201,11 @@ def attention(
         r, c, g * r, n_splits, n_keys, tails, scale, softcap or 0.0, window or 0,
         HKV=hkv, G=g, D=d, DV=dv, BD=bd, BDV=bdv, BLOCK_M=BLOCK_M, BLOCK=BLOCK_N, STRETCH=SPLIT,
         WINDOW=window is not None, SOFTCAP=softcap is not None,
-        DRAFT=compact.seen is not None, TREE=compact.path is not None,
+        DRAFT=compact.seen is not None, TREE=compact.path is not None, enable_fp_fusion=False,
     )  # fmt: skip
     _combine[(n * h * r,)](
         acc, high, total, query if sinks is None else sinks, compact.start, out, r, n_splits,
         H=h, DV=dv, BDV=bdv, STRETCH=SPLIT, CHUNK=CHUNK, SINKS=sinks is not None,
+        enable_fp_fusion=False,  # variants of a kernel could be contracted differently
     )  # fmt: skip
     return out.transpose(1, 2)

@@ -2,6 +2,7 @@
 
 All are row-invariant: what they write for a row depends on that row alone, to the last bit, however many rows and
 requests share the launch. So sizes of tiles never depend on a number of rows, and every sum has one fixed order.
-Numbers that change with the rows are never specialised on (Triton would compile another kernel for 1 or a multiple
-of 16, which may add in another order).
+Numbers that change with the rows are never specialised on: Triton would compile another kernel for 1 or a multiple of
+16, which may add in another order. And multiplications are not contracted with additions: a compiler may do so in one
+variant of a kernel and not in another.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 def _rmsnorm(x, weight, out, eps, K: tl.constexpr, BLOCK: tl.constexpr):
     """One row."""
     row = tl.program_id(0).to(tl.int64) * K
-    squares = tl.zeros([BLOCK], tl.float32)
+    squares = tl.full([BLOCK], 0.0, tl.float32)
     for low in range(0, K, BLOCK):
         k = low + tl.arange(0, BLOCK)
         v = tl.load(x + row + k, k < K, 0.0).to(tl.float32)
@@ -39,7 +39,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     k = x.shape[-1]
     if x.numel():
         block = min(1024, triton.next_power_of_2(k))
-        _rmsnorm[(x.numel() // k,)](x, weight, out, eps, K=k, BLOCK=block, num_warps=4)
+        _rmsnorm[(x.numel() // k,)](x, weight, out, eps, K=k, BLOCK=block, num_warps=4, enable_fp_fusion=False)
     return out
 
 

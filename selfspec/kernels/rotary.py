@@ -77,11 +77,14 @@ def rotary(
 
     Args:
         qkv: [N, R, (H + 2 Hkv) * D] contiguous: the projections side by side.
-        cos, sin: [N or 1, R, P], P <= D: the first P elements of a head are rotated. Alike in their strides.
-        keys, values: [requests, Hkv, S, D], the whole cache; a slot's D elements are dense.
+        cos: [N or 1, R, P], P <= D: the first P elements of a head are rotated.
+        sin: like cos, in its strides too.
+        keys: [requests, Hkv, S, D], the whole cache; a slot's D elements are dense.
+        values: likewise.
         requests: [N, 1] or [N], each request's index in the cache.
         slots: [N, R or more], each row's slot.
-        q_norm, k_norm: weight [D] and epsilon of an RMSNorm over each head (Qwen3, arXiv 2505.09388); both or none.
+        q_norm: weight [D] and epsilon of an RMSNorm over each head (Qwen3, arXiv 2505.09388).
+        k_norm: the keys' own; both or none.
 
     Returns:
         Queries, [N, H, R, D], a view of [N, R, H, D].
@@ -102,7 +105,8 @@ def rotary(
         qkv, cos, sin, qw, kw, queries, keys, values, requests, slots,
         r, slots.stride(0), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
         keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), qe, ke,
-        H=h, HKV=hkv, D=d, P=p, BD=triton.next_power_of_2(d), NORM=q_norm is not None, num_warps=1,
+        H=h, HKV=hkv, D=d, P=p, BD=triton.next_power_of_2(d), NORM=q_norm is not None,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return queries.transpose(1, 2)
 

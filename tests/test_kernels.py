@@ -1,0 +1,137 @@
+"""Each kernel against its torch reference over random shapes, and its rows against themselves in other company."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from selfspec.kernels import linear as linears
+from selfspec.kernels import norm, rotary
+from selfspec.kernels.linear import Span, linear
+from selfspec.kernels.tiles import TILES, Tile, guess, tile
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
+CLOSE = {torch.float32: dict(rtol=1e-4, atol=1e-4), HALF: dict(rtol=2e-2, atol=2e-2)}
+
+
+def draw(generator, *shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(*shape, generator=generator) * scale).to(DEVICE, dtype)
+
+
+def draws(seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    return generator, lambda *shape, scale=1.0: draw(generator, *shape, dtype=dtype, scale=scale)
+
+
+LINEARS = {  # n_i, K, bias, norm, residual, swiglu, tile
+    "three weights": ((40, 24, 16), 48, False, True, False, False, Tile(16, 16, 32)),
+    "biases": ((33, 16), 20, True, False, False, False, Tile(16, 32, 16)),
+    "residual": ((50,), 64, True, False, True, False, Tile(16, 16, 32)),
+    "swiglu": ((24, 24), 40, False, True, False, True, Tile(16, 16, 16)),
+    "swiglu with biases": ((20, 20), 32, True, False, False, True, Tile(16, 32, 32)),
+    "split": ((40,), 72, True, False, True, False, Tile(16, 16, 16, split=3)),
+    "norm and split": ((20, 18), 64, False, True, False, False, Tile(16, 16, 32, split=2)),
+    "tall": ((30,), 32, False, True, True, False, Tile(32, 32, 32)),
+}
+
+
+@pytest.mark.parametrize("name", LINEARS)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_linear_agrees_with_torch(name, dtype):
+    widths, k, bias, normed, added, swiglu, how = LINEARS[name]
+    _, make = draws(len(name), dtype)
+    n, r = 2, 9
+    x = make(n, r, k)
+    weights = tuple(make(w, k, scale=k**-0.5) for w in widths)
+    biases = tuple(make(w) for w in widths) if bias else None
+    scale = (make(k), 1e-5) if normed else None
+    residual = make(n, r, sum(widths)) if added else None
+    tickets = torch.zeros(linears.TICKETS, dtype=torch.int32, device=DEVICE)
+    got = linear(x, weights, biases, scale, residual, swiglu, tickets=tickets, how=how)
+    torch.testing.assert_close(got, linears.reference(x, weights, biases, scale, residual, swiglu), **CLOSE[dtype])
+    assert not tickets.any()  # ready for the next launch
+
+
+@pytest.mark.parametrize("name", ["three weights", "swiglu", "norm and split"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_rows_product_does_not_depend_on_its_company(name, dtype):
+    """Alone, among others, at another place of a tile, in a span of its request; to the last bit."""
+    widths, k, _, normed, _, swiglu, how = LINEARS[name]
+    _, make = draws(3, dtype)
+    x, weights = make(3, 7, k), tuple(make(w, k) for w in widths)
+    scale = (make(k), 1e-5) if normed else None
+    every = linear(x, weights, norm=scale, swiglu=swiglu, how=how)
+    for n, r in ((0, 0), (1, 5), (2, 6)):
+        alone = linear(x[n : n + 1, r : r + 1].contiguous(), weights, norm=scale, swiglu=swiglu, how=how)
+        assert torch.equal(alone[0, 0], every[n, r])
+    out = torch.full_like(every, -7.0)
+    linear(x, weights, norm=scale, swiglu=swiglu, how=how, span=Span(2, 3), out=out)
+    assert torch.equal(out[:, 2:5], every[:, 2:5]) and (out[:, :2] == -7).all() and (out[:, 5:] == -7).all()
+
+
+def test_tiles_are_chosen_by_the_weights_shape_alone():
+    for (n, k), how in TILES.items():
+        assert tile(n, k) == how
+    for n, k in ((960, 576), (4096, 4096), (151936, 4096), (24576, 4096), (48, 20), (1, 1)):
+        how = guess(n, k)
+        assert how.m % 16 == 0 and all(x & (x - 1) == 0 and x >= 16 for x in (how.m, how.n, how.k))
+        assert tile(n, k) == tile(n, k)
+
+
+def test_linear_says_what_it_cannot_read():
+    x, w = torch.zeros(1, 2, 16), torch.zeros(32, 16)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        linear(torch.zeros(1, 4, 16)[:, ::2], (w,))
+    with pytest.raises(ValueError, match="gate and up"):
+        linear(x, (w,), swiglu=True)
+
+
+@pytest.mark.parametrize("k", [20, 576, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_rmsnorm_agrees_with_torch(k, dtype):
+    _, make = draws(k, dtype)
+    x, weight = make(2, 3, k), make(k)
+    got = norm.rmsnorm(x, weight, 1e-5)
+    torch.testing.assert_close(got, norm.reference(x, weight, 1e-5), **CLOSE[dtype])
+    assert torch.equal(norm.rmsnorm(x[1:, 2], weight, 1e-5)[0], got[1, 2])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("d,p,dtype", [(16, 16, HALF), (20, 12, torch.float32)])
+def test_rotary_agrees_with_torch_and_fills_the_cache(normed, d, p, dtype):
+    generator, make = draws(d + normed, dtype)
+    n, r, h, hkv, slots = 2, 3, 3, 2, 11
+    qkv = make(n, r, (h + 2 * hkv) * d)
+    angle = torch.rand(n, r + 1, p, generator=generator).to(DEVICE)
+    cos, sin = (f(angle).to(dtype)[:, :r] for f in (torch.cos, torch.sin))
+    norms = [(make(d), 1e-6), (make(d), 1e-6)] if normed else [None, None]
+    cache = torch.zeros(2, n + 2, hkv, slots, d, dtype=dtype, device=DEVICE)
+    where = torch.tensor([[1], [3]], device=DEVICE), torch.tensor([[0, 1, 2, 9], [7, 8, 9, 10]], device=DEVICE)
+    got = rotary.rotary(qkv, cos, sin, *cache, *where, *norms)
+    q, k, v = rotary.reference(qkv, cos, sin, h, hkv, *norms)
+    torch.testing.assert_close(got, q, **CLOSE[dtype])
+    for i, first in ((0, 0), (1, 7)):
+        request = int(where[0][i])
+        torch.testing.assert_close(cache[0, request, :, first : first + r], k[i], **CLOSE[dtype])
+        assert torch.equal(cache[1, request, :, first : first + r], v[i])
+    written = torch.zeros(n + 2, slots, dtype=torch.bool)
+    written[1, 0:3] = written[3, 7:10] = True
+    assert torch.equal(cache[1].abs().sum((1, 3)).cpu() > 0, written)
+
+
+def test_every_kernel_compiles_for_a_gpu(tmp_path):
+    """For sm_90, without a device: the interpreter runs much that a compiler refuses."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    script = str(Path(__file__).with_name("compile_kernels.py"))
+    run = subprocess.run([sys.executable, "-P", script, "bfloat16"], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = run.stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {"_linear", "_rmsnorm", "_rotary", "_partial", "_combine"}
+    products = [x for x in lines if x.startswith(("_linear", "_partial"))]
+    assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)
