@@ -151,7 +151,7 @@ def candidates(kind: str, generator: torch.Generator, n: int, t: int, k: int) ->
             for kind in ("plain", "ties", "certain", "banned")
             for sizes in ((1, 1, 1), (4, 3, 7), (15, 16, 40))
         ),
-        ("ties", 6, 40, 255),
+        ("ties", 6, 40, 256),
     ],
 )
 def test_the_kernel_grows_the_reference_to_the_bit(kind, t, k, budget):
@@ -256,9 +256,9 @@ from selfspec.draft import grow
 pointers = dict(top="*fp32", ids="*i64", anchor="*i64", token_out="*i64", parent_out="*i64", depth_out="*i64",
                 score_out="*fp32", n_nodes="i32", n_depth="i32", n_ranks="i32", BLOCK="constexpr")
 for kernel, types, fixed in (
-    (grow._grow, pointers, dict(BLOCK=256)),
+    (grow._grow, pointers, dict(BLOCK=512)),
     (grow._paths, dict(parents="*i64", out="*u8", n_nodes="i32", n_depth="i32", BLOCK="constexpr", ROWS="constexpr"),
-     dict(BLOCK=256, ROWS=grow.ROWS)),
+     dict(BLOCK=512, ROWS=grow.ROWS)),
 ):
     made = triton.compile(ASTSource(kernel, types, fixed), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=1))
     print(len(made.asm["cubin"]))
