@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from test_overlap import committed
 from tiny import PROMPT, backbone, model_of, path_of, reference
 
-from selfspec import decode
+from selfspec import rows
 from selfspec.backbone import MASK
 from selfspec.draft import chain_of, loop
 from selfspec.draft.block import propose
+from selfspec.verify.greedy import greedy
 
 B = 5
 
@@ -15,7 +17,7 @@ B = 5
 def prepared(shift=False, splits=True):
     body = backbone(path=path_of(model_of(), block_size=B, shift=shift, causal=shift, prefix_splits=splits))
     cache = body.new_cache(2, 60, 20)
-    return body, cache, decode.prefill(body, cache, [PROMPT, PROMPT[:4]])
+    return body, cache, committed(body, cache, [PROMPT, PROMPT[:4]])
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -41,7 +43,7 @@ def test_a_prefix_token_does_not_depend_on_where_it_stands_in_the_batch():
     body, cache, state = prepared()
     both = loop.propose(body, cache, state.anchor, state.start, B, body.path.config, prefix=loop.fixed(2))
     alone = body.new_cache(1, 60, 20)
-    one = decode.prefill(body, alone, [PROMPT[:4]])
+    one = committed(body, alone, [PROMPT[:4]])
     got = loop.propose(body, alone, one.anchor, one.start, B, body.path.config, prefix=loop.fixed(2))
     torch.testing.assert_close(got.logits[0], both.logits[1], rtol=0, atol=1e-9)
 
@@ -70,7 +72,9 @@ def test_drawn_prefixes_stay_as_they_were_drawn():
         seen.append((logits + noise).argmax(-1))
         return seen[-1]
 
-    got = loop.propose(body, cache, state.anchor, state.start, B, body.path.config, None, 3, loop.fixed(2), choose)
+    got = loop.propose(
+        body, cache, state.anchor, state.start, B, body.path.config, passes=3, prefix=loop.fixed(2), choose=choose
+    )
     assert all(torch.equal(tokens[:, :2], seen[0][:, :2]) for tokens in seen)
     assert torch.equal(got.tokens, seen[-1]) and not torch.equal(seen[0], seen[-1])
 
@@ -78,15 +82,18 @@ def test_drawn_prefixes_stay_as_they_were_drawn():
 @torch.no_grad()
 def test_looped_drafts_leave_the_text_as_it_is():
     body, cache, state = prepared()
-    emitted = [[t] for t in state.anchor.tolist()]
+    anchor, start = state
+    emitted = [[t] for t in anchor.tolist()]
     while min(map(len, emitted)) < 16:
-        got = loop.propose(body, cache, state.anchor, state.start, B, body.path.config, prefix=loop.expected())
-        tree = chain_of(state.anchor, got.logits)
+        got = loop.propose(body, cache, anchor, start, B, body.path.config, prefix=loop.expected())
+        tree = chain_of(anchor, got.logits)
         assert torch.equal(tree.tokens[:, 1:], got.tokens)
-        accepted, out = decode.verify(body, cache, state, tree)
-        state, new = decode.commit(cache, state, tree, accepted, out)
-        for text, more in zip(emitted, new):
-            text += more
+        accepted = greedy(tree, body.logits(body(rows.chain(start, B), cache, tree.tokens).clean))
+        counts = accepted.count.tolist()
+        cache.commit(counts)
+        anchor, start = accepted.bonus, start + accepted.count
+        for text, tokens, count in zip(emitted, accepted.tokens.tolist(), counts):
+            text += tokens[:count]
     assert [e[:16] for e in emitted] == reference(model_of(), [PROMPT, PROMPT[:4]], 16)
 
 
@@ -101,3 +108,13 @@ def test_prefix_rules():
     assert loop.PREFIXES["product"](0.6)(confidence).tolist() == [2, 0, 4]
     assert loop.PREFIXES["fixed"](9)(confidence).tolist() == [4, 4, 4]
     assert loop.PREFIXES["expected"]()(confidence).tolist() == [2, 0, 4]  # 0.9 + 0.72 + 0.36 + 0.36, 0.4, 4
+
+
+@torch.no_grad()
+def test_a_caller_that_fixes_the_keys_gets_the_same_draft():
+    """As a graph does; the known tokens once went in the place of that number."""
+    body, cache, state = prepared()
+    where = (body, cache, state.anchor, state.start, B, body.path.config)
+    free, held = (loop.propose(*where, n_keys=k, prefix=loop.fixed(2)) for k in (None, 40))
+    torch.testing.assert_close(held.logits, free.logits, rtol=0, atol=1e-9)
+    assert held.prefix.tolist() == [2, 2]

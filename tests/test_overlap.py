@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from selfspec.draft import DraftTree
 from selfspec.draft.block import propose
 from selfspec.draft.overlap import Groups, attach, branches, ends, find, hidden, keep, saved, survival
 from selfspec.draft.tree import best_first
+from selfspec.verify.greedy import best, greedy
 
 B = 4
 
@@ -103,11 +105,27 @@ def test_the_outcomes_group_is_found_and_one_with_the_bonus_goes_first():
     assert group[hit].tolist() == [1, 0, 2]
 
 
+class Start(NamedTuple):
+    anchor: torch.Tensor
+    start: torch.Tensor
+
+
+def committed(body, cache, prompts):
+    """Commit prompts by one forward each. Returns their next tokens and lengths."""
+    anchors = []
+    for slot, prompt in enumerate(prompts):
+        layout = rows.chain(torch.zeros(1, dtype=torch.long), len(prompt))
+        out = body(layout, cache, torch.tensor([prompt]), first=slot)
+        cache.commit([len(prompt)], slot)
+        anchors.append(best(body.logits(out.clean[:, -1:]))[0, 0])
+    return Start(torch.stack(anchors), torch.tensor([len(p) for p in prompts]))
+
+
 def prepared(shift=False):
     """A body with a committed prompt, and the state after it."""
     body = backbone(path=path_of(model_of(), block_size=B, shift=shift, causal=shift))
     cache = body.new_cache(2, 40, 80)
-    return body, cache, decode.prefill(body, cache, [PROMPT, PROMPT[:4]])
+    return body, cache, committed(body, cache, [PROMPT, PROMPT[:4]])
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
@@ -132,7 +150,7 @@ def test_a_branch_is_the_draft_that_would_follow(shift, kind):
         path = [j for j in range(tree.n_nodes) if tree.ancestors[i, last[i], j]]
         fresh = body.new_cache(1, 40, 20)
         text = (PROMPT, PROMPT[:4])[i] + tree.tokens[i, path].tolist()
-        after = decode.prefill(body, fresh, [text])
+        after = committed(body, fresh, [text])
         want = propose(body, fresh, bonus[i : i + 1], after.start, B, body.path.config)
         torch.testing.assert_close(got[i : i + 1], want, rtol=0, atol=1e-9)
 
@@ -142,12 +160,15 @@ def test_kept_groups_draft_what_they_would_among_all():
     body, cache, state = prepared()
     logits = propose(body, cache, state.anchor, state.start, B, body.path.config)
     tree = best_first(state.anchor, logits, 6)
-    accepted, out = decode.verify(body, cache, state, tree, B)
+    clean = rows.tree(state.start, tree.parents)
+    layout, inputs = attach(clean, hidden(torch.arange(7).expand(2, -1)), B)
+    out = body(layout, cache, tree.tokens, inputs)
+    accepted = greedy(tree, body.logits(out.clean))
     want = decode.saved_draft(body, accepted, out, B, body.path.config)
     other = (accepted.last + 1) % tree.n_nodes
     for nodes, hits in ((torch.stack([other, accepted.last], 1), True), (other[:, None], False)):
         groups = hidden(nodes)
-        layout, inputs = attach(rows.tree(state.start, tree.parents), groups, B)
+        layout, inputs = attach(clean, groups, B)
         out = body(layout, cache, tree.tokens, inputs)
         got, hit = saved(body, out.draft, groups, accepted.last, accepted.bonus, body.path.config)
         assert hit.tolist() == [hits, hits]

@@ -36,8 +36,8 @@ def _grow(
     ids += n * n_depth * n_ranks
     node = tl.arange(0, BLOCK)
     low = -float("inf")
-    token = tl.where(node == 0, tl.load(anchor + n), -1)
-    parent = tl.full([BLOCK], -1, tl.int64)
+    token = tl.where(node == 0, tl.load(anchor + n), -1).to(tl.int32)
+    parent = tl.full([BLOCK], -1, tl.int32)
     depth = tl.zeros([BLOCK], tl.int32)
     rank = tl.zeros([BLOCK], tl.int32)  # of the child that a node offers
     score = tl.where(node == 0, 0.0, low).to(tl.float32)
@@ -47,23 +47,23 @@ def _grow(
         key = (_ordered(offer).to(tl.int64) << 32) | place.to(tl.int64)
         best = tl.max(key, 0)
         found = (best >> 32) > NOTHING
-        at = (BLOCK - 1 - ((best >> 16) & 0xFF)).to(tl.int32)
+        at = (BLOCK - 1 - ((best >> 16) & 0xFFFF)).to(tl.int32)
         d, r = ((best >> 8) & 0xFF).to(tl.int32), (best & 0xFF).to(tl.int32)
-        name = tl.load(ids + d * n_ranks + r, found, -1)
+        name = tl.load(ids + d * n_ranks + r, found, -1).to(tl.int32)
         sibling = tl.load(top + d * n_ranks + r + 1, found & (r + 1 < n_ranks), low)
         child = tl.load(top + (d + 1) * n_ranks, found & (d + 1 < n_depth), low)
         bits = (best >> 32).to(tl.int32)
         path = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
         mine, source = (node == new) & found, (node == at) & found
         token = tl.where(mine, name, token)
-        parent = tl.where(mine, at.to(tl.int64), parent)
+        parent = tl.where(mine, at, parent)
         depth = tl.where(mine, d + 1, depth)
         score = tl.where(mine, path, score)
         rank = tl.where(source, r + 1, rank)
         offer = tl.where(source, score + sibling, tl.where(mine, path + child, offer))
     live = node < n_nodes
-    tl.store(token_out + n * n_nodes + node, token, live)
-    tl.store(parent_out + n * n_nodes + node, parent, live)
+    tl.store(token_out + n * n_nodes + node, token.to(tl.int64), live)
+    tl.store(parent_out + n * n_nodes + node, parent.to(tl.int64), live)
     tl.store(depth_out + n * n_nodes + node, depth.to(tl.int64), live)
     tl.store(score_out + n * n_nodes + node, score, live)
 
@@ -91,7 +91,8 @@ def grow(anchor: Tensor, top: Tensor, ids: Tensor, budget: int) -> DraftTree:
         anchor: [N] long.
         top: [N, T, K] float32 log-probabilities, falling along K; T and K between 1 and 255.
         ids: [N, T, K] long, their tokens.
-        budget: nodes beside the anchor, 1..255.
+        budget: nodes beside the anchor, 1..511; registers go by powers of two with the anchor in, so 255 is cheaper
+            than 256.
     """
     n, t, k = top.shape
     m = budget + 1

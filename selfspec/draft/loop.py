@@ -81,6 +81,7 @@ def propose(
     size: int,
     path,
     features: Tensor | None = None,
+    n_keys: int | None = None,
     passes: int = 2,
     prefix: Prefix | None = None,
     choose: Callable[[Tensor], Tensor] | None = None,
@@ -96,6 +97,7 @@ def propose(
         size: nodes that the resulting chain will have, the anchor included.
         path: the mask path's configuration.
         features: [N, F] of the last committed position, for a path that wants them.
+        n_keys: K of `KVCache.bind`, where the caller fixes it.
         passes: draft forwards, 1 or more.
         prefix: how many tokens the next pass takes as known; `product()` by default. A later pass never takes fewer.
         choose: tokens [N, T] of logits [N, T, V], the same for the same logits (noise fixed by round and depth where
@@ -109,13 +111,14 @@ def propose(
     if passes < 1:
         raise ValueError(f"passes={passes}: expected 1 or more")
     prefix, choose, confidence = prefix or product(), choose or _best, confidence or _largest
-    logits = one_pass(backbone, cache, anchor, start, size, path, features)
+    logits = one_pass(backbone, cache, anchor, start, size, path, features, n_keys)
     s, tokens = torch.zeros_like(anchor), choose(logits)
     place = torch.arange(size - 1, device=anchor.device)
     for _ in range(passes - 1):
         s = torch.maximum(s, prefix(confidence(logits)))
         inside = place < s[:, None]  # [N, T]
-        again = one_pass(backbone, cache, anchor, start, size, path, features, torch.where(inside, tokens, MASK))
+        known = torch.where(inside, tokens, MASK)
+        again = one_pass(backbone, cache, anchor, start, size, path, features, n_keys, known)
         logits = torch.where(inside[..., None], logits, again)
         tokens = choose(logits)
     return Looped(logits, tokens, s)

@@ -21,7 +21,7 @@ from torch import Tensor
 from selfspec.draft import DraftTree
 
 RANKS = 64  # candidates per position; more are only reached by trees of hundreds of nodes over almost flat marginals
-LARGEST = 255  # nodes beside the anchor that the kernel can index
+LARGEST = 511  # nodes beside the anchor that fit into the kernel's registers; larger trees are the host's
 
 
 def best_first(anchor: Tensor, logits: Tensor, budget: int) -> DraftTree:
