@@ -40,7 +40,8 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("see self-speculation at work, measured and proved", "selfspec.demo:main"),
     "info": Command("what is installed, and whether a model and an adapter fit", "selfspec.info:main"),
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
-    "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
+    "bench": Command("measure tau, time per token and speed-ups", "selfspec.commands:bench"),
+    "report": Command("draw the figures of bench runs on one page", "selfspec.commands:report"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
     "train": Command("train an adapter on answers", "selfspec.training.trainer:main"),
 }

@@ -14,7 +14,7 @@ import typer
 from selfspec import hub, prompts, suite
 from selfspec.adapters import io
 from selfspec.chat import Settings, respond
-from selfspec.measure import Measured, Runner, engine_runner, hf_runner, interleave, match_rate, ratio
+from selfspec.measure import Measured, Runner, interleave, match_rate, ratio
 from selfspec.model import SelfSpecModel
 from selfspec.options import (
     FAST,
@@ -28,6 +28,7 @@ from selfspec.options import (
     setting,
 )
 from selfspec.reference import Finding, Judge, answers
+from selfspec.runners import engine_runner, hf_runner
 from selfspec.stats import total
 from selfspec.terminal import Progress, refuse, refusing, show_table
 
