@@ -174,7 +174,7 @@ class Measured:
         figures: dict[str, list[float]] = {}
         for runs in self.repeats:
             steps, seconds = sum(t.steps for t in runs), total([s for t in runs for s in t.stats]).seconds
-            parts = {k: v for k, v in seconds.items() if k != "prefill"}
+            parts = {k: float(v) for k, v in seconds.items() if k != "prefill"}
             parts["between"] = max(0.0, sum(t.decode for t in runs) - sum(parts.values()))
             for name, value in parts.items() if steps else ():
                 figures.setdefault(name, []).append(1e3 * value / steps)
