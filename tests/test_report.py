@@ -41,7 +41,7 @@ def run_file(file, sizes=(1, 4), complete=True, edit=None):
     """A bench run, `edit`ed before it is written."""
     drafting = row("sequential", 1.0, {"1": 5, "2": 3, "3": 12}, 3)
     rows = [row("ar", 2.0, {"1": 20}), drafting, row("hf", 8.0), {"name": "hf-compile", "error": 'E: <no> "such" &'}]
-    suites = [{"suite": "a<b>.jsonl", "concurrency": n, "results": copy.deepcopy(rows)} for n in sizes]
+    suites = [{"suite": "a<b>$1$.jsonl", "concurrency": n, "results": copy.deepcopy(rows)} for n in sizes]
     data = {"kind": "bench", "command": "selfspec bench --limit 2", "complete": complete, "suites": suites}
     data |= {"settings": {"model": "tiny", "device": "cuda", "limit": None}, "dtype": "float32", "device": "GPU <x>"}
     if edit:
@@ -110,7 +110,7 @@ def test_one_page_needs_nothing_else_and_says_all(drawn):
     assert len(seen.ids) == len(set(seen.ids)) and set(re.findall(r'(?:url\(|href=")#([^")]*)', text)) <= set(seen.ids)
     words = " ".join(seen.words)
     for said in (
-        "a<b>.jsonl",
+        "a<b>$1$.jsonl",
         'failed: E: <no> "such" &',
         "GPU <x>",
         "selfspec bench --limit 2",
@@ -132,8 +132,10 @@ def test_a_picture_of_every_plot(drawn):
 
 def test_figures_are_those_of_the_file(tmp_path):
     (run,) = read(run_file(tmp_path / "a.json"))
-    assert isinstance(run, Run) and run.title == "tiny, float32, GPU <x>" and list(run.suites["a<b>.jsonl"]) == [1, 4]
-    ar, sequential, hf, failed = run.suites["a<b>.jsonl"][1]
+    assert (
+        isinstance(run, Run) and run.title == "tiny, float32, GPU <x>" and list(run.suites["a<b>$1$.jsonl"]) == [1, 4]
+    )
+    ar, sequential, hf, failed = run.suites["a<b>$1$.jsonl"][1]
     assert not ar.drafts and sequential.drafts and sequential.accepted == {1: 5, 2: 3, 3: 12}
     assert sequential.speedup["hf"] == (8.0, 7.2, pytest.approx(9.6)) and hf.tau is None
     assert failed.error and page._cells(failed, 1, ["ar"], False)[-1].startswith('<td class="text bad" colspan="10"')
@@ -209,7 +211,7 @@ def test_a_damaged_row_is_refused_with_its_place(tmp_path, edit, words):
     if words is None:
         read(file)
         return
-    with pytest.raises(ReportError, match=f"suite 'a<b>.jsonl', 4 at a time: .*{words}"):
+    with pytest.raises(ReportError, match=rf"suite 'a<b>\$1\$.jsonl', 4 at a time: .*{words}"):
         read(file)
 
 

@@ -71,15 +71,15 @@ def png(plot: Plot, file: Path) -> None:
 def _figure(
     plot: Plot, own: str, grid: str, back: str, style: dict[str, Any], out: Any, title: str = "", **how: Any
 ) -> None:
-    inks = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
+    inks = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor", "hatch.color")
     edges = ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color")
-    looks = {"font.size": 9, "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False}
-    looks |= {"axes.grid": True, "axes.axisbelow": True, "hatch.linewidth": 0.6, "legend.frameon": False}
-    looks |= {"axes.facecolor": "none", "grid.linewidth": 0.6}
-    looks |= dict.fromkeys(inks, own) | dict.fromkeys(edges, grid) | {"hatch.color": own} | style
+    looks: dict[Any, Any] = dict.fromkeys(inks, own) | dict.fromkeys(edges, grid) | {"axes.facecolor": "none"}
+    looks |= {"font.size": 9, "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False}
+    looks |= {"axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.6, "hatch.linewidth": 0.6}
+    looks |= {"legend.frameon": False, "text.parse_math": False} | style  # a $ in a name is a $
     with mpl.rc_context(looks):
         figure = Figure((WIDTH, plot.height * plot.axes), layout="constrained")
-        axes = figure.subplots(plot.axes, squeeze=False)[:, 0]
+        axes = list(figure.subplots(plot.axes, squeeze=False)[:, 0])
         plot.draw(axes)
         if title:
             figure.text(0.02, 1.0, title, va="bottom", weight="bold").set_in_layout(False)
@@ -91,7 +91,7 @@ def ink() -> str:
     return mpl.rcParams["text.color"]
 
 
-def look(name: str, j: int) -> dict[str, str]:
+def look(name: str, j: int) -> dict[str, Any]:
     """Colour and marker: a mode has the same on every plot, other names take the j-th."""
     j = MODES.index(name) if name in MODES else j
     return {"color": COLOURS[j % len(COLOURS)], "marker": MARKERS[j % len(MARKERS)]}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from selfspec.report.drawing import COLOURS, Plot, ink, legend, look
 from selfspec.report.read import Row, Run, Spread, Table
@@ -91,7 +92,7 @@ def histogram(rows: list[Row], at: str, name: str) -> Plot:
             share = f"{100 * r.accepted[r.ceiling] / n:.1f}% at the ceiling"
             ax.set_title(f"{r.name}: tau {r.tau:.2f}, {share}", fontsize=9, loc="left")
             ax.set_xlim(0.4, widest + 0.6)
-            ax.xaxis.get_major_locator().set_params(integer=True)
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
             ax.set_ylabel("% of rounds")
         axes[-1].set_xlabel("tokens a round (hatched: the whole block)")
 
@@ -113,7 +114,7 @@ def acceptance(rows: list[Row], at: str, name: str) -> Plot:
         axes[0].set_ylim(0, 1.03)
         axes[0].set_xlabel("position in the draft")
         axes[0].set_ylabel("accepted, given all before")
-        axes[0].xaxis.get_major_locator().set_params(integer=True)
+        axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
         legend(axes[0])
 
     said = "; ".join(f"{r.name} {', '.join(f'{p:.2f}' for p in r.acceptance)}" for r in rows)

@@ -156,13 +156,13 @@ def _row(r: dict[str, Any]) -> Row:
     name = str(r["name"])
     if "error" in r:
         return Row(name, str(r["error"]))
-    rounds = {}
+    rounds: dict[str, Any] = {}
     if "tau" in r:
         rounds = {
             "tau": float(r["tau"]),
             "mean_tau": float(r["mean_tau"]),
             "tpf": float(r["tpf"]),
-            "accepted": {int(k): int(n) for k, n in r["accepted"].items()},
+            "accepted": {int(r["ceiling"]): 0} | {int(k): int(n) for k, n in r["accepted"].items()},
             "ceiling": int(r["ceiling"]),
             "acceptance": tuple(map(float, r["conditional_acceptance"])),
             "round_ms": {str(k): _spread(v) for k, v in r.get("round_ms", {}).items()},
