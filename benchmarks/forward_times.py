@@ -1,10 +1,11 @@
-"""Forward times by rows, requests and entry layer.
+"""Forward times by rows, requests, context and entry layer.
 
 python benchmarks/forward_times.py --model smollm2-135m-instruct --device cuda --json benchmarks/forward_times.json
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import platform
 
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--requests", default="1,32")
     parser.add_argument("--entries", default="0,10,20,25")
-    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--contexts", default="512")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--launch", default="eager,graph" if torch.cuda.is_available() else "eager")
     parser.add_argument("--backend", default="sdpa")
@@ -58,13 +59,12 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="with --fused: row-invariant or an error")
     parser.add_argument("--json")
     args = parser.parse_args()
-    numbers = {k: [int(x) for x in getattr(args, k).split(",")] for k in ("rows", "requests", "entries")}
+    numbers = {k: [int(x) for x in getattr(args, k).split(",")] for k in ("rows", "requests", "entries", "contexts")}
     model = load(args.model, getattr(torch, args.dtype), args.device)
     machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "cpu"
     out = []
-    print(f"{args.model} {args.dtype} on {machine}, context {args.context}, torch {torch.__version__}, ", end="")
-    print(f"attention {args.backend}{how(args)}")
-    print(f"{'kind':6} {'entry':>5} {'requests':>8} {'rows':>5} {'graph':>6} {'ms':>8} {'low':>8} {'high':>8}")
+    print(f"{args.model} {args.dtype} on {machine}, torch {torch.__version__}, attention {args.backend}{how(args)}")
+    print("kind   entry requests  rows context  graph       ms      low     high")
     for graph in [x == "graph" for x in args.launch.split(",")]:
         for entry in [None, *numbers["entries"]]:
             path = None
@@ -76,16 +76,13 @@ def main() -> None:
                 print(said, flush=True) if entry is None else None
             if args.compile:
                 backbone.compile()
-            for n in numbers["requests"]:
-                for r in numbers["rows"] if entry is None else [x for x in numbers["rows"] if x > 1]:
-                    kind = "clean" if entry is None else "draft"
-                    point = measure(backbone, kind, n, r, args.context, graph, args.repeats)
-                    out.append(dataclasses.asdict(point))
-                    print(
-                        f"{kind:6} {point.entry:5} {n:8} {r:5} {graph!s:>6} {point.ms:8.3f} {point.low:8.3f} "
-                        f"{point.high:8.3f}",
-                        flush=True,
-                    )
+            some = numbers["rows"] if entry is None else [x for x in numbers["rows"] if x > 1]
+            for n, r, context in itertools.product(numbers["requests"], some, numbers["contexts"]):
+                kind = "clean" if entry is None else "draft"
+                point = measure(backbone, kind, n, r, context, graph, args.repeats)
+                out.append(dataclasses.asdict(point))
+                where = f"{kind:6} {point.entry:5} {n:8} {r:5} {context:7} {graph!s:>6}"
+                print(f"{where} {point.ms:8.3f} {point.low:8.3f} {point.high:8.3f}", flush=True)
     if args.json:
         head = {
             "model": args.model,

@@ -1,80 +1,67 @@
 """`selfspec bench`: what speculation does and what it saves, in one process, all settings in turn.
 
-Per setting: tau (sum over sum, and the mean over answers), tokens per forward, accepted lengths, acceptance by
-position, time per token decode-only and end to end, the speed-up over this package's own plain decoding ("ar", always
-measured) and over Hugging Face `generate`. Times are medians over the repeats, with the least and the most. How the
-clock runs is said in `selfspec.measure`. At a batch above 1, time per token is the batch's time over its tokens.
+Per setting: tau (sum over sum, and the mean over answers), tokens per forward, tokens a round, acceptance by position,
+the parts of a round, time per token decode-only and end to end, the speed-up over this package's own plain decoding
+("ar", always measured) and over Hugging Face `generate`. Times are medians over the repeats, with the least and the
+most. How the clock runs is said in `selfspec.measure`. With several requests at a time, time per token is the run's
+time over all its tokens.
 """
 
 from __future__ import annotations
 
 import gc
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Any
 
-import torch
-import typer
-
-from selfspec import check, hub, options, prompts
-from selfspec.measure import (
-    Measured,
-    Runner,
-    conditional_acceptance,
-    engine_runner,
-    hf_runner,
-    interleave,
-    match_rate,
-    ratio,
-    spread,
-)
+from selfspec import check, options, prompts
+from selfspec.measure import Measured, interleave, match_rate, ratio, spread
 from selfspec.model import SelfSpecModel
+from selfspec.options import Chosen
+from selfspec.plan import MODES
+from selfspec.runners import FORMS, baselines, engine_runner
 from selfspec.stats import mean_tau, total
-from selfspec.terminal import Progress, refuse, refusing, show_table
+from selfspec.terminal import Progress, refusing, show_table
+
+EVERY = (*MODES, "overlap+tree")
 
 
-def baselines(names: Sequence[str], model: SelfSpecModel, source: str) -> list[Runner]:
-    """Hugging Face `generate` in the dtypes that are asked for.
-
-    Args:
-        names: such as "hf-float32".
-        model: its own transformers model serves the baseline of its dtype.
-        source: where to load the model from in the others.
-
-    Raises:
-        ValueError: a name of another form.
-    """
-    known = [f"hf-{d}" for d in options.DTYPES]
-    unknown = [n for n in names if n not in known]
-    if unknown:
-        raise ValueError(f"baseline {unknown[0]!r} is unknown: expected {', '.join(known)}")
-    out = []
-    for name in names:
-        dtype = name.removeprefix("hf-")
-        hf = model.model
-        if dtype != options.dtype_name(model.backbone.dtype):
-            hf, _ = hub.load(source, dtype=getattr(torch, dtype), device=model.backbone.device)
-        out.append(hf_runner(hf, name))
-    return out
+def possible(model: SelfSpecModel, where: Chosen) -> list[str]:
+    """Every mode that the model's adapter can run."""
+    found = []
+    for mode in EVERY:
+        try:
+            model.plan(mode, where.block_size, where.tree_nodes)
+        except ValueError:
+            continue
+        found.append(mode)
+    return found
 
 
 def result(m: Measured, all_of_them: list[Measured]) -> dict[str, Any]:
-    """One setting's figures, in plain JSON types."""
-    by_name = {other.runner.name: other for other in all_of_them}
+    """One setting's figures, in plain JSON types; of one that failed, why."""
+    if m.error is not None:
+        return {"name": m.runner.name, "error": m.error}
+    by_name = {other.runner.name: other for other in all_of_them if other.error is None}
+    against = {n: o for n, o in by_name.items() if n == "ar" or n.startswith("hf")}
     stats, ceiling = total(m.stats), m.runner.block_size
     decode, whole = m.seconds_per_token(), m.seconds_per_token(end_to_end=True)
     out: dict[str, Any] = {
         "name": m.runner.name,
         "answers": len(m.outputs),
         "tokens": sum(map(len, m.outputs)),
-        "match_rate_to_ar": match_rate(m.outputs, by_name["ar"].outputs),
+        "match_rate_to_ar": match_rate(m.outputs, by_name["ar"].outputs) if "ar" in by_name else None,
         "ms_per_token": {k: 1e3 * v for k, v in spread(decode).items()},
         "ms_per_token_end_to_end": {k: 1e3 * v for k, v in spread(whole).items()},
         "tokens_per_second": spread([1 / s if s else 0.0 for s in whole]),
         "tokens_per_second_decode": spread([1 / s if s else 0.0 for s in decode]),
+        "tokens_per_second_request": spread(m.tokens_per_second_request()),
         "prefill_seconds": spread([sum(t.prefill for t in r) for r in m.repeats]),
-        "speedup": {n: ratio(o.seconds_per_token(), decode) for n, o in by_name.items() if _compared(n)},
-        "speedup_end_to_end": {n: ratio(o.seconds_per_token(True), whole) for n, o in by_name.items() if _compared(n)},
+        "speedup": {n: ratio(o.seconds_per_token(), decode) for n, o in against.items()},
+        "speedup_end_to_end": {n: ratio(o.seconds_per_token(True), whole) for n, o in against.items()},
         "peak_memory": m.memory,
     }
     if ceiling is not None:
@@ -88,87 +75,99 @@ def result(m: Measured, all_of_them: list[Measured]) -> dict[str, Any]:
             "accepted": accepted,
             "ceiling": ceiling,
             "at_ceiling": stats.accepted[ceiling] / stats.rounds if stats.rounds else 0.0,
-            "conditional_acceptance": conditional_acceptance(stats),
+            "conditional_acceptance": stats.acceptance,
+            "round_ms": {part: spread(ms) for part, ms in m.round_ms().items()},
         }
     return out
 
 
-def _compared(name: str) -> bool:
-    return name == "ar" or name.startswith("hf-")
-
-
-def show(suite: str, batch: int, results: list[dict[str, Any]]) -> None:
+def show(suite: str, concurrency: int, results: list[dict[str, Any]]) -> None:
     """Print one suite's results as a person reads them."""
-    against = list(results[0]["speedup"])
+    good = [r for r in results if "error" not in r]
+    against = list(good[0]["speedup"]) if good else []
     rows = []
-    for r in results:
+    for r in good:
         taus = [f"{r[k]:.2f}" if k in r else "" for k in ("tau", "mean_tau", "tpf")]
         ms = r["ms_per_token"]
         times = [f"{ms['median']:.2f}", f"{ms['min']:.2f}-{ms['max']:.2f}"]
         times += [f"{r['ms_per_token_end_to_end']['median']:.2f}", f"{r['tokens_per_second']['median']:.1f}"]
+        times += [f"{r['tokens_per_second_request']['median']:.1f}"]
+        same = r["match_rate_to_ar"]
         gains = [f"{r['speedup'][n]['median']:.2f}" for n in against]
-        rows.append([r["name"], *taus, *times, f"{r['match_rate_to_ar']:.3f}", *gains])
-    heading = ["", "tau", "mean", "TPF", "ms/token", "min-max", "end to end", "tokens/s", "= ar"]
-    print(f"{suite}, batch {batch}, {results[0]['answers']} answers")
+        rows.append([r["name"], *taus, *times, "" if same is None else f"{same:.3f}", *gains])
+    heading = ["", "tau", "mean", "TPF", "ms/token", "min-max", "end to end", "tokens/s", "each", "= ar"]
+    print(f"{suite}, {concurrency} at a time" + (f", {good[0]['answers']} answers" if good else ""))
     show_table([*heading, *(f"x {n}" for n in against)], rows)
     for r in results:
+        if "error" in r:
+            print(f"{r['name']}: FAILED: {r['error']}")
         if r.get("ceiling", 1) > 1:
             bins = [f"{k}{'*' if int(k) == r['ceiling'] else ''}:{n}" for k, n in r["accepted"].items()]
-            print(f"{r['name']}: tokens a round (* the ceiling): {'  '.join(bins)}")
+            print(f"{r['name']}: tokens a round (* the ceiling, {r['at_ceiling']:.1%}): {'  '.join(bins)}")
             shares = "  ".join(f"{p:.2f}" for p in r["conditional_acceptance"])
             print(f"{r['name']}: acceptance by position: {shares}")
-        if r["peak_memory"]:
+        if r.get("round_ms"):
+            parts = "  ".join(f"{k} {ms['median']:.2f}" for k, ms in r["round_ms"].items())
+            print(f"{r['name']}: ms a round: {parts}")
+        if r.get("peak_memory"):
             print(f"{r['name']}: peak memory beyond the weights {r['peak_memory'] / 2**20:.0f} MiB")
     print(flush=True)
 
 
-@options.chosen
-def main(
-    where: options.Chosen = options.FAST,
-    suite: Annotated[Literal["builtin"] | None, typer.Option(help="Prompts that come along; the default.")] = None,
-    files: options.Prompts = None,
-    limit: options.Limit = None,
-    max_new_tokens: options.MaxNewTokens = 256,
-    batch: options.Batches = None,
-    mode: options.Modes = None,
-    baseline: Annotated[
-        options.Names | None,
-        typer.Option(parser=options.names, metavar="NAME,...", help="As hf-float32,hf-bfloat16; by default none."),
-    ] = None,
-    repeats: options.Repeats = 3,
-    report_to: options.Report = None,
+def run(
+    where: Chosen,
+    files: list[str] | None,
+    limit: int | None,
+    max_new_tokens: int,
+    concurrency: Sequence[int],
+    modes: tuple[str, ...] | None,
+    baseline: Sequence[str],
+    repeats: int,
+    report_to: Path | None,
 ) -> int:
-    """Measure tau, time per token and speed-ups, all settings in turn in one process."""
-    if suite and files:
-        refuse("give either --suite or --prompts")
+    """Measure, print, and write the report. Returns 1 if one of this package's own modes failed."""
     with refusing():
         sets = prompts.read_sets(files, limit)
         model = options.load_model(where)
-        modes = options.check_modes(model, mode, where)
-        runners = baselines(baseline or (), model, where.model)
+        asked = tuple(possible(model, where)) if modes and "all" in modes else modes
+        names = ["ar", *(m for m in options.check_modes(model, asked, where) if m != "ar")]
+        against = (
+            [] if "none" in baseline else [f"hf-{f}".rstrip("-") for f in FORMS] if "all" in baseline else baseline
+        )
+        rivals = baselines(against, model, where.model)
         options.require_fit(model, sets, max_new_tokens)
-    modes = ["ar", *(m for m in modes if m != "ar")]  # speed-ups and match rates need it
-    runners = [engine_runner(model, m, where.block_size, where.tree_nodes) for m in modes] + runners
-    batches = list(batch or (1,))
-    asked = {"prompts": files, "limit": limit, "max_new_tokens": max_new_tokens, "batch": batches, "modes": modes}
-    settings = {**asdict(where), **asked, "baseline": baseline, "repeats": repeats}
-    data: dict[str, Any] = {"complete": False, "settings": settings, **options.setting(model), "suites": []}
-    answered = sum(map(len, sets.values())) * repeats * len(runners) * len(batches)
-    progress = Progress(answered)
+    runners = [engine_runner(model, m, where.block_size, where.tree_nodes) for m in names] + rivals
+    settings = {
+        **asdict(where),
+        "prompts": files or ["builtin"],
+        "limit": limit,
+        "max_new_tokens": max_new_tokens,
+        "concurrency": list(concurrency),
+        "modes": names,
+        "baseline": [r.name for r in rivals],
+        "repeats": repeats,
+    }
+    command = shlex.join(["selfspec", *sys.argv[1:]])
+    data: dict[str, Any] = {"kind": "bench", "command": command, "complete": False, "settings": settings}
+    data |= {**options.setting(model), "suites": []}
+    progress = Progress(sum(map(len, sets.values())) * repeats * len(runners) * len(concurrency))
+    warm_up = None if model.backbone.device.type == "cuda" else 8  # on a GPU, graphs are captured and code is compiled
+    failed = False
     for name, rows in sets.items():
         ids = [prompts.encode(model.tokenizer, p.messages) for p in rows]
-        for size in batches:
+        for size in concurrency:
             measured: list[Measured] = []
             gc.collect()
             with progress:
-                for so_far, n, tokens in interleave(runners, ids, size, max_new_tokens, repeats):
+                for so_far, n, tokens in interleave(runners, ids, size, max_new_tokens, repeats, warm_up):
                     measured = so_far
                     progress.add(n, tokens)
             results = [result(m, measured) for m in measured]
-            data["suites"].append({"suite": name, "batch": size, "results": results})
+            failed |= any(m.error is not None for m in measured[: len(names)])
+            data["suites"].append({"suite": name, "concurrency": size, "results": results})
             show(name, size, results)
             if report_to:
                 check.write(report_to, data)
     if report_to:
         check.write(report_to, {**data, "complete": True})
-    return 0
+    return int(failed)

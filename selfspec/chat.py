@@ -5,17 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Annotated
 
 import torch
-import typer
 from torch import Tensor
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from selfspec import prompts
 from selfspec.model import SelfSpecModel
-from selfspec.options import FAST, Chosen, MaxNewTokens, Mode, ShowStats, System, check_modes, chosen, load_model
+from selfspec.options import Chosen, check_modes, load_model
 from selfspec.prompts import Message
 from selfspec.stats import Stats
 from selfspec.terminal import refuse, refusing, say
@@ -140,16 +138,10 @@ def ready(options: Chosen, mode: str | None, cap: int) -> tuple[SelfSpecModel, S
     return model, Settings(cap, mode, options.block_size, options.tree_nodes)
 
 
-@chosen
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from stdin.")],
-    options: Chosen = FAST,
-    system: System = None,
-    mode: Mode = None,
-    max_new_tokens: MaxNewTokens = 256,
-    stats: ShowStats = False,
+    prompt: str, options: Chosen, system: str | None, mode: str | None, max_new_tokens: int, stats: bool
 ) -> int:
-    """Answer one prompt, on stdout."""
+    """`selfspec generate`: answer one prompt, on stdout."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         refuse("the prompt is empty")
@@ -163,15 +155,8 @@ def generate(
     return 0
 
 
-@chosen
-def chat(
-    options: Chosen = FAST,
-    system: System = None,
-    mode: Mode = None,
-    max_new_tokens: MaxNewTokens = 256,
-    stats: ShowStats = False,
-) -> int:
-    """Talk to a model; /reset forgets, /exit or end-of-file ends."""
+def chat(options: Chosen, system: str | None, mode: str | None, max_new_tokens: int, stats: bool) -> int:
+    """`selfspec chat`: talk to a model."""
     model, settings = ready(options, mode, max_new_tokens)
     start = [{"role": "system", "content": system}] if system else []
     messages: list[Message] = list(start)  # read again, whole, at every turn

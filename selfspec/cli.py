@@ -33,15 +33,16 @@ class Command:
         return getattr(importlib.import_module(module), function)
 
 
-# One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.chat:chat"),
+# One line a command:  "chat": Command("talk to a model in the terminal", "selfspec.commands:chat"),
 COMMANDS: dict[str, Command] = {
-    "generate": Command("answer one prompt", "selfspec.chat:generate"),
-    "chat": Command("talk to a model in the terminal", "selfspec.chat:chat"),
-    "demo": Command("see self-speculation at work, measured and proved", "selfspec.demo:main"),
-    "info": Command("what is installed, and whether a model and an adapter fit", "selfspec.info:main"),
+    "generate": Command("answer one prompt", "selfspec.commands:generate"),
+    "chat": Command("talk to a model in the terminal", "selfspec.commands:chat"),
+    "demo": Command("see self-speculation at work, measured and proved", "selfspec.commands:demo"),
+    "info": Command("what is installed, and whether a model and an adapter fit", "selfspec.commands:info"),
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
-    "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
-    "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
+    "bench": Command("measure tau, time per token and speed-ups", "selfspec.commands:bench"),
+    "report": Command("draw the figures of bench runs on one page", "selfspec.commands:report"),
+    "answer": Command("let a model answer prompts, to train on its answers", "selfspec.commands:answer"),
     "train": Command("train an adapter on answers", "selfspec.training.trainer:main"),
 }
 

@@ -7,27 +7,22 @@ the text is the model's own.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from selfspec import hub, prompts, suite
 from selfspec.adapters import io
 from selfspec.chat import Settings, respond
-from selfspec.measure import Measured, Runner, engine_runner, hf_runner, interleave, match_rate, ratio
+from selfspec.measure import Measured, Runner, interleave, match_rate, ratio
 from selfspec.model import SelfSpecModel
 from selfspec.options import (
-    FAST,
     Chosen,
-    MaxNewTokens,
-    Repeats,
     check_modes,
-    chosen,
     dtype_name,
     load_model,
     setting,
 )
 from selfspec.reference import Finding, Judge, answers
+from selfspec.runners import engine_runner, hf_runner
 from selfspec.stats import total
 from selfspec.terminal import Progress, refuse, refusing, show_table
 
@@ -89,15 +84,8 @@ def proof(found: list[Finding | None]) -> tuple[str, bool]:
     return same + (f"; {ties} differ in a tie that float64 proves" if ties else ""), True
 
 
-@chosen
-def main(
-    options: Chosen = FAST,
-    mode: Annotated[str, typer.Option(help="How to speculate.")] = "sequential",
-    max_new_tokens: MaxNewTokens = 96,
-    repeats: Repeats = 2,
-) -> int:
-    """Self-speculation at work: answers as they are written, their speed against plain decoding, and the proof in
-    float32 that the text is the model's own. Exits with 1 if that fails, or where no adapter fits."""
+def run(options: Chosen, mode: str, max_new_tokens: int, repeats: int) -> int:
+    """Show answers, measure, prove. Returns 1 if the proof fails, or where no adapter fits."""
     with refusing():
         models = load(options, mode)
     if models is None:

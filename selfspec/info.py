@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
-import typer
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from selfspec import attention, hub
 from selfspec.adapters import io
 from selfspec.backbone import Backbone
-from selfspec.options import MODEL, Adapter, Device, DtypeName, ModelName, dtype_name, machine, versions
+from selfspec.options import dtype_name, machine, versions
 from selfspec.shadow import UnsupportedModel, table_of
 from selfspec.terminal import console, refusing
 
@@ -110,14 +109,8 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and value >= 10_000 else str(value)
 
 
-def main(
-    model: ModelName = MODEL,
-    adapter: Adapter = "auto",
-    dtype: Annotated[DtypeName | None, typer.Option(help="Of the weights; by default the checkpoint's.")] = None,
-    device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> int:
-    """What is installed, whether a model is supported, and whether an adapter fits it."""
+def run(model: str, adapter: str, dtype: str | None, device: str, as_json: bool) -> int:
+    """Gather the facts and print them."""
     transformers.utils.logging.disable_progress_bar()
     with refusing():
         named = None if adapter in ("auto", "none") else io.find(adapter)

@@ -203,6 +203,13 @@ class SelfSpecModel:
         Yields:
             What the first request emits, round by round.
         """
+        for emitted in self.rounds(requests, plan, slots, verify):
+            yield from (tokens for request, tokens in emitted if request is requests[0])
+
+    def rounds(
+        self, requests: list[Request], plan: Plan, slots: int | None = None, verify: str = "coupled"
+    ) -> Iterator[list[tuple[Request, list[int]]]]:
+        """`run`, with what every request emits: after each prefill and each round."""
         if slots is not None and slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
         if not requests:
@@ -215,7 +222,7 @@ class SelfSpecModel:
             while waiting or session.active:
                 batch, waiting = waiting[: session.free], waiting[session.free :]
                 session.add(batch)
-                yield from (tokens for request, tokens in session.step() if request is requests[0])
+                yield session.step()
         finally:
             session.clear()
             if session.graphs.enabled:  # what was captured and compiled for it serves the next call too

@@ -1,4 +1,7 @@
-"""What the commands share: options, the model that they choose, what a machine is."""
+"""What the commands share: options, the model that they choose, what a machine is.
+
+Torch and transformers are imported when a model is wanted: a command's `--help` is there at once.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
-import torch
-import transformers
 import typer
 
-from selfspec import __version__, hub, prompts
-from selfspec.model import SelfSpecModel
+from selfspec import __version__, prompts
 from selfspec.prompts import Prompt
+
+if TYPE_CHECKING:
+    import torch
+
+    from selfspec.model import SelfSpecModel
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
 DTYPES = get_args(DtypeName)
-MODEL = next(iter(hub.EMBEDDED))
+MODEL = "smollm2-135m-instruct"  # a key of selfspec.hub.EMBEDDED
 
 
 class Sizes(tuple[int, ...]):
@@ -139,6 +144,11 @@ def load_model(options: Chosen) -> SelfSpecModel:
         FileNotFoundError: there is no such model.
         ModuleNotFoundError: the package that carries or reads it isn't installed.
     """
+    import torch
+    import transformers
+
+    from selfspec.model import SelfSpecModel
+
     transformers.utils.logging.disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -182,12 +192,17 @@ def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -
 
 def versions() -> dict[str, str]:
     """What runs: this package, the libraries that it stands on, Python."""
+    import torch
+    import transformers
+
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
     return {"selfspec": __version__, **libraries, "python": platform.python_version()}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Where it runs, for reports."""
+    import torch
+
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "cores": os.cpu_count(),

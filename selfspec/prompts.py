@@ -36,7 +36,7 @@ class Prompt:
 
 
 def builtin() -> list[Prompt]:
-    """The built-in suite: chat, word problems, Python tasks."""
+    """The built-in suite, its kinds in turn."""
     return [Prompt(id, (user(text),)) for id, text in SUITE]
 
 

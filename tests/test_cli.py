@@ -7,7 +7,7 @@ import tiny_chat
 import typer
 from rich.console import Console
 
-from selfspec import __version__, cli, terminal
+from selfspec import __version__, cli, hub, options, terminal
 from selfspec.options import EXACT, Chosen, chosen, sizes
 
 
@@ -95,15 +95,25 @@ def test_sizes_are_whole_numbers(text):
         sizes(text)
 
 
-@pytest.mark.parametrize("flag", ["--help", "--version"])
-def test_help_and_version_import_no_torch(flag):
+HEAVY = {"check", "train"}  # their options still stand beside what they run
+
+
+def test_help_and_version_import_no_torch():
+    """Nor what takes as long: a command's help is there at once."""
+    argvs = [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS if name not in HEAVY)]
     code = f"""
 import sys
 from selfspec.cli import main
-assert main([{flag!r}]) == 0
-assert not {{"torch", "transformers"}} & set(sys.modules)
+for argv in {argvs!r}:
+    assert main(argv) == 0
+    assert not {{"torch", "transformers", "matplotlib", "pyarrow"}} & set(sys.modules), argv
 """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_default_model_is_one_that_comes_along():
+    assert options.MODEL in hub.EMBEDDED and options.FAST.model == options.MODEL
 
 
 class Terminal:

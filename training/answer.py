@@ -14,55 +14,22 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from selfspec import hub, prompts
 from selfspec.adapters.io import fingerprint
 from selfspec.attention import BACKENDS
 from selfspec.backbone import Backbone
-from selfspec.options import DtypeName, MaxNewTokens, ModelName
 from selfspec.prompts import Message, Prompt
 from selfspec.session import fitting
 from selfspec.terminal import Progress, refusing
 from selfspec.training.generate import Batch, Done, Job
+from selfspec.training.options import AnswerOptions
 from selfspec.training.shards import AnswerFolder
-
-
-@dataclass(frozen=True)
-class AnswerOptions:
-    """How prompts are answered.
-
-    Attributes:
-        max_new_tokens: cap; answers that reach it are kept, with finish_reason "length".
-        temperature_mix: temperature -> share of the prompts answered at it; the others are answered greedily.
-        seed: of the choice of temperatures and of all draws.
-        batch: requests at a time; fewer where they would not fit into memory.
-        attention: backend; None chooses Triton on CUDA where it is installed, else the reference.
-        cuda_graphs: False runs step by step (for debugging).
-        format: of the shards, "parquet", "jsonl" or "auto".
-        shard_rows: answers a shard; a kill loses less than this many and the running batch.
-    """
-
-    max_new_tokens: int = 256
-    temperature_mix: tuple[tuple[float, float], ...] = ()
-    seed: int = 0
-    batch: int = 2048
-    attention: str | None = None
-    cuda_graphs: bool = True
-    format: str = "auto"
-    shard_rows: int = 4096
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or self.batch < 1 or self.shard_rows < 1:
-            raise ValueError("max_new_tokens, batch and shard_rows must be at least 1")
-        if any(t <= 0 or s < 0 for t, s in self.temperature_mix) or sum(s for _, s in self.temperature_mix) > 1 + 1e-9:
-            raise ValueError(f"temperatures must be above 0 and their shares sum to at most 1: {self.temperature_mix}")
 
 
 def answer(
@@ -217,55 +184,20 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
     return frozenset()
 
 
-class Mix(tuple[tuple[float, float], ...]):
-    """Temperatures and shares of an option."""
-
-
-def mix(text: str) -> Mix:
-    """`0.7=0.2,1.0=0.1` -> ((0.7, 0.2), (1.0, 0.1))"""
-    pairs = [part.split("=") for part in text.split(",") if part]
-    try:
-        return Mix((float(t), float(s)) for t, s in pairs)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not like 0.7=0.2,1.0=0.1 (temperature=share)") from None
-
-
-D = AnswerOptions()
-
-
-def main(
-    files: Annotated[
-        list[Path], typer.Argument(metavar="PROMPTS...", help=".jsonl[.gz] or .parquet (prompt, turns, messages), .txt")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="An earlier run is resumed.")],
-    model: ModelName,
-    device: Annotated[str | None, typer.Option(help="By default cuda where there is one, else cpu.")] = None,
-    dtype: Annotated[
-        Literal["auto", DtypeName] | None,
-        typer.Option(help="By default bfloat16 on CUDA, else the checkpoint's (auto)."),
-    ] = None,
-    temperature_mix: Annotated[
-        Mix | None, typer.Option(parser=mix, metavar="T=SHARE,...", help="Of the prompts; the others are greedy.")
-    ] = None,
-    max_new_tokens: MaxNewTokens = D.max_new_tokens,
-    batch: Annotated[int, typer.Option(min=1, help="Requests at a time; fewer where memory ends.")] = D.batch,
-    limit: Annotated[int | None, typer.Option(min=1, help="Answer no more prompts than this.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the choice of temperatures and of all draws.")] = D.seed,
-    format: Annotated[
-        Literal["auto", "parquet", "jsonl"], typer.Option(help="Of the shards; auto is what pyarrow allows.")
-    ] = "auto",
-    shard_rows: Annotated[int, typer.Option(min=1, help="Answers a shard.")] = D.shard_rows,
-    attention: Annotated[
-        Literal["sdpa", "flex", "triton"] | None, typer.Option(help="By default triton on CUDA where it is installed.")
-    ] = None,
-    no_cuda_graphs: Annotated[bool, typer.Option("--no-cuda-graphs", help="Run step by step.")] = False,
+def run(
+    files: Sequence[Path],
+    output: Path,
+    model: str,
+    device: str | None,
+    dtype: str | None,
+    limit: int | None,
+    settings: dict[str, Any],
 ) -> int:
-    """Let a model answer prompts. Can be killed at any time and started again with the same command."""
+    """`selfspec answer`. `settings` are fields of `AnswerOptions`."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "auto")
-    temperatures, graphs = temperature_mix or (), not no_cuda_graphs
     with refusing():
-        options = AnswerOptions(max_new_tokens, temperatures, seed, batch, attention, graphs, format, shard_rows)
+        options = AnswerOptions(**settings)
         conversations = prompts.read(files, limit)
         base, tokenizer = hub.load(model, dtype=dtype, device=device)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves through the folder's exit, which saves
