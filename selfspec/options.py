@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -15,7 +14,8 @@ import torch
 import transformers
 import typer
 
-from selfspec import __version__, hub, prompts
+from selfspec import hub, prompts
+from selfspec.machine import device_name, versions
 from selfspec.model import SelfSpecModel
 from selfspec.prompts import Prompt
 
@@ -180,16 +180,10 @@ def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -
             )
 
 
-def versions() -> dict[str, str]:
-    """What runs: this package, the libraries that it stands on, Python."""
-    libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"selfspec": __version__, **libraries, "python": platform.python_version()}
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """Where it runs, for reports."""
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
@@ -204,10 +198,3 @@ def setting(model: SelfSpecModel) -> dict[str, Any]:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.float32 -> float32"""
     return str(dtype).removeprefix("torch.")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
