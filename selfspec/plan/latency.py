@@ -105,8 +105,8 @@ def _features(backbone: Backbone, n: int) -> torch.Tensor | None:
     path = backbone.path
     if path is None or not path.taps:
         return None
-    width = len(path.taps) * backbone.embeddings.weight.shape[1]  # type: ignore[index,operator]
-    return torch.zeros(n, 1, width, dtype=backbone.dtype, device=backbone.device)
+    width = backbone.embed(torch.zeros(1, 1, dtype=torch.long, device=backbone.device)).shape[-1]
+    return torch.zeros(n, 1, len(path.taps) * width, dtype=backbone.dtype, device=backbone.device)
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
