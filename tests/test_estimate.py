@@ -5,6 +5,7 @@ from selfspec.plan import Plan
 from selfspec.plan.estimate import DEPTH, Estimator, Family, families
 
 KNOWN, HIDDEN = Family("known"), Family("hidden")
+KINDS = [KNOWN, HIDDEN, Family("loop"), Family("lookup"), Family("known", 0, 64)]
 
 
 def accepted(rng, rates, offered):
@@ -33,7 +34,7 @@ def feed(estimator, rng, rates, rounds, key="a", offered=15, family=KNOWN):
 @pytest.mark.parametrize("prior", [0.3, 0.9])
 def test_it_converges_to_the_true_rates(rates, prior):
     rng = np.random.default_rng(0)
-    seen, real = feed(estimator := Estimator([prior]), rng, rates, 600)
+    seen, real = feed(estimator := Estimator(KINDS, [prior]), rng, rates, 600)
     late = np.mean(seen[200:], 0)
     for j in range(4):
         if np.mean(np.array(real) >= j) > 0.3:  # deeper positions are seldom tried
@@ -47,7 +48,7 @@ def test_it_tracks_a_change_within_ten_rounds(before, after):
     closed = []
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        estimator = Estimator()
+        estimator = Estimator(KINDS)
         feed(estimator, rng, [before], 100)
         start = tau(estimator.curves(["a"], KNOWN)[0])
         seen, _ = feed(estimator, rng, [after], 10)
@@ -57,7 +58,7 @@ def test_it_tracks_a_change_within_ten_rounds(before, after):
 
 def test_it_is_steady_where_nothing_changes():
     rng = np.random.default_rng(1)
-    estimator = Estimator()
+    estimator = Estimator(KINDS)
     feed(estimator, rng, [0.8], 50)
     taus = [tau(c) for c in feed(estimator, rng, [0.8], 400)[0]]
     naive = np.std([1 + accepted(rng, [0.8], 15) for _ in range(400)])
@@ -66,7 +67,7 @@ def test_it_is_steady_where_nothing_changes():
 
 def test_a_new_request_starts_from_the_others():
     rng = np.random.default_rng(2)
-    estimator = Estimator([0.9])
+    estimator = Estimator(KINDS, [0.9])
     for i in range(30):
         feed(estimator, rng, [0.3], 10, key=i)
     assert tau(estimator.curves(["new"], KNOWN)[0]) == pytest.approx(tau([0.3] * DEPTH), rel=0.15)
@@ -74,7 +75,7 @@ def test_a_new_request_starts_from_the_others():
 
 def test_one_request_may_be_harder_than_its_neighbours():
     rng = np.random.default_rng(3)
-    estimator, keys, rates = Estimator(), list(range(8)), [0.9] * 7 + [0.1]
+    estimator, keys, rates = Estimator(KINDS), list(range(8)), [0.9] * 7 + [0.1]
     for _ in range(20):
         estimator.observe(keys, KNOWN, [15] * 8, [accepted(rng, [r], 15) for r in rates])
     taus = [tau(c) for c in estimator.curves(keys, KNOWN)]
@@ -83,7 +84,7 @@ def test_one_request_may_be_harder_than_its_neighbours():
 
 def test_what_is_hard_in_one_mode_is_hard_in_its_kin():
     rng = np.random.default_rng(4)
-    estimator = Estimator()
+    estimator = Estimator(KINDS)
     hidden, tree = tau(estimator.curves(["a"], HIDDEN)[0]), tau(estimator.curves(["a"], Family("known", 0, 64))[0])
     known = tau(estimator.curves(["a"], KNOWN)[0])
     assert hidden < known < tree
@@ -95,7 +96,7 @@ def test_what_is_hard_in_one_mode_is_hard_in_its_kin():
 
 
 def test_a_cut_block_does_not_look_like_a_failure():
-    estimator = Estimator([0.5])
+    estimator = Estimator(KINDS, [0.5])
     for _ in range(50):
         estimator.observe(["a"], KNOWN, [3], [3])  # everything that was offered
     curve = estimator.curves(["a"], KNOWN)[0]
@@ -107,7 +108,7 @@ def test_a_cut_block_does_not_look_like_a_failure():
 
 def test_a_feature_that_tells_hard_rounds_is_learnt():
     rng = np.random.default_rng(5)
-    estimator = Estimator()
+    estimator = Estimator(KINDS)
     for _ in range(600):
         hard = rng.random() < 0.5
         feature = np.array([2.0 if hard else 0.5])
@@ -115,7 +116,7 @@ def test_a_feature_that_tells_hard_rounds_is_learnt():
     easy, hard = (tau(estimator.curves(["a"], KNOWN, np.array([f]))[0]) for f in (0.5, 2.0))
     unknown = tau(estimator.curves(["a"], KNOWN, np.array([np.nan]))[0])
     assert easy > 1.5 * hard and hard < unknown < easy
-    plain = Estimator()
+    plain = Estimator(KINDS)
     for _ in range(300):
         noise = np.array([rng.normal()])
         plain.observe(["a"], KNOWN, [15], [accepted(rng, [0.7], 15)], noise)
@@ -125,8 +126,8 @@ def test_a_feature_that_tells_hard_rounds_is_learnt():
 @pytest.mark.parametrize("seed", range(5))
 def test_no_history_breaks_it(seed):
     rng = np.random.default_rng(seed)
-    estimator = Estimator([0.999, [0.0, 1.0]])
     kinds = [KNOWN, HIDDEN, Family("loop", 1), Family("lookup"), Family("known", 1, 256)]
+    estimator = Estimator(kinds, [0.999, [0.0, 1.0]])
     for _ in range(300):
         n = int(rng.integers(1, 4))
         offered = rng.integers(0, 40, n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp, log
+from math import log
 
 import numpy as np
 
@@ -57,46 +57,43 @@ class Costs:
         verify, draft = self.parts(plan, n, context)
         return float(verify[n] + draft[n if missed is None or not plan.overlap else missed])
 
-    def rounds(self, plan: Plan, most: int, context: float, hit: float = 0.0) -> np.ndarray:
-        """Expected rounds of 0..most requests, when each has a saved draft with the chance `hit`. [most + 1]"""
-        verify, draft = self.parts(plan, most, context)
-        if not plan.overlap:
-            return verify + draft
-        m = np.arange(most + 1)
-        return verify + draft[np.ceil(m * (1 - hit)).astype(int)] * (1 - hit**m)
-
 
 class Pace:
     """What rounds really take over what the table says, per plan and number of requests (BASTION's online calibration).
 
     The table times forwards; rounds also build trees, walk, transfer. A plan that never ran is taken to be as far off
     as plans are on average, so that no plan wins only because nobody has seen it run.
+
+    Args:
+        plans: how many there are.
     """
 
-    def __init__(self) -> None:
-        self.seen: dict[tuple[Plan, int], tuple[float, float]] = {}  # (weight, mean log ratio)
-        self.warm: dict[tuple[Plan, int], int] = {}
-        self.all = (0.0, 0.0)
+    def __init__(self, plans: int):
+        self.plans = plans
+        self.seen: dict[int, np.ndarray] = {}  # bucket of requests -> [3, K] rounds, weight, mean log ratio
+        self.all = [0.0, 0.0]  # weight, mean log ratio
 
-    def factor(self, plan: Plan, n: int) -> float:
-        """Multiplies the table's milliseconds."""
-        weight, mean = self.seen.get((plan, n.bit_length()), (0.0, 0.0))
-        return exp((weight * mean + 2 * self.all[1]) / (weight + 2))
+    def _bucket(self, n: int) -> np.ndarray:
+        return self.seen.setdefault(n.bit_length(), np.zeros((3, self.plans)))
 
-    def observe(self, plan: Plan, n: int, expected: float, real: float) -> None:
-        """Book a round; both in milliseconds. The first two of a shape compile and capture, and say nothing."""
-        key = plan, n.bit_length()
-        self.warm[key] = self.warm.get(key, 0) + 1
-        if self.warm[key] <= 2 or expected <= 0 or real <= 0:
+    def factors(self, n: int) -> np.ndarray:
+        """Multiply the table's milliseconds. [K]"""
+        _, weight, mean = self._bucket(n)
+        return np.exp((weight * mean + 2 * self.all[1]) / (weight + 2))
+
+    def observe(self, k: int, n: int, expected: float, real: float) -> None:
+        """Book a round of plan k; both in milliseconds. The first two of a shape compile and capture, and say nothing.
+
+        A single slow round is somebody else's doing, so what is known moves by a step at most.
+        """
+        rounds, weight, mean = self._bucket(n)
+        rounds[k] += 1
+        if rounds[k] <= 2 or expected <= 0 or real <= 0:
             return
         ratio = min(max(log(real / expected), -3.0), 3.0)
-        weight, mean = self.seen.get(key, (0.0, 0.0))
-        if weight >= 8:  # one slow round is somebody else's doing
-            ratio = min(max(ratio, mean - 0.2), mean + 0.2)
-        self.seen[key] = _mixed(weight, mean, ratio, 20)
-        self.all = _mixed(*self.all, ratio, 50)
-
-
-def _mixed(weight: float, mean: float, value: float, most: float) -> tuple[float, float]:
-    weight = min(weight + 1, most)
-    return weight, mean + (value - mean) / weight
+        if weight[k] >= 8:
+            ratio = min(max(ratio, mean[k] - 0.2), mean[k] + 0.2)
+        weight[k] = min(weight[k] + 1, 20)
+        mean[k] += (ratio - mean[k]) / weight[k]
+        self.all[0] = min(self.all[0] + 1, 50)
+        self.all[1] += (ratio - self.all[1]) / self.all[0]

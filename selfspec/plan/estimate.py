@@ -44,103 +44,81 @@ def families(plan: Plan) -> tuple[Family, Family]:
     return made, Family("hidden", plan.adapter, nodes) if plan.overlap else made
 
 
-class Level:
-    """How many times the expected odds of failing were seen; fading, and shrunk towards 1."""
-
-    def __init__(self, fade: float):
-        self.fade = fade
-        self.failed = self.expected = self.trials = 0.0
-
-    def add(self, failed: float, expected: float, trials: float) -> None:
-        """Book trials: how many failed, and how many should have."""
-        self.failed = self.fade * self.failed + failed
-        self.expected = self.fade * self.expected + expected
-        self.trials = self.fade * self.trials + trials
-
-    @property
-    def odds(self) -> float:
-        """The factor."""
-        share = (self.expected + 0.5) / (self.trials + 1)
-        return (self.failed + 3 * share) / (self.trials - self.failed + 3 * (1 - share)) * (1 - share) / share
-
-
-def harder(curve: np.ndarray, odds: np.ndarray | float) -> np.ndarray:
-    """A curve whose odds of failing are multiplied."""
-    return curve / (curve + (1 - curve) * odds)
-
-
-class Counts:
-    """Successes and trials per position, and the level over all positions."""
-
-    def __init__(self, fade: float):
-        self.level, self.fade = Level(fade), fade
-        self.won, self.tried = np.zeros(DEPTH), np.zeros(DEPTH)
-
-    def add(self, won: np.ndarray, tried: np.ndarray, prior: np.ndarray) -> None:
-        """Book rounds of several requests. [n, DEPTH] each; the prior [DEPTH] as it was when they ran."""
-        self.won = self.fade * self.won + won.sum(0)
-        self.tried = self.fade * self.tried + tried.sum(0)
-        self.level.add(*map(sum, _summed(won, tried, prior)))
-
-    def estimate(self, prior: np.ndarray) -> np.ndarray:
-        """The curve now. [DEPTH]"""
-        level = harder(prior, self.level.odds)
-        return np.clip((self.won + 4 * level) / (self.tried + 4), LEAST, MOST)
-
-
 class Estimator:
     """Conditional acceptance of every running request. Host side; a round costs the same however long the text is.
 
     Args:
+        kinds: families to keep; the chains that trees are judged by are added.
         priors: per adapter, the acceptance to begin with: one number, or one a position.
         fade: how a request's counts fade per round.
         window: rounds that are set against the counts; where they contradict them, the counts begin anew from them.
     """
 
-    def __init__(self, priors: Sequence[float | Sequence[float]] = (0.7,), fade: float = 0.95, window: int = 6):
-        self.priors = [_curve(p) for p in priors]
+    def __init__(
+        self,
+        kinds: Sequence[Family] = (),
+        priors: Sequence[float | Sequence[float]] = (0.7,),
+        fade: float = 0.95,
+        window: int = 6,
+    ):
+        kin = [Family("known", i) for i in range(len(priors))] + [k._replace(nodes=0) for k in kinds] + list(kinds)
+        self.kinds = sorted(set(kin), key=_stage)  # parents first
+        self.index = {k: i for i, k in enumerate(self.kinds)}
         self.fade, self.window = fade, window
-        self.shared: dict[Family, Counts] = {}
-        self.own: dict[Hashable, _Own] = {}
         self.effect = _Effect()
+        self.own: dict[Hashable, _Own] = {}
+        self._lookup = np.array([k.source == "lookup" for k in self.kinds])
+        f = len(self.kinds)
+        self._start = np.array([_curve(0.3 if k.source == "lookup" else priors[k.adapter]) for k in self.kinds])
+        self.won, self.tried = np.zeros((f, DEPTH)), np.zeros((f, DEPTH))  # fading, over all requests
+        self._sums = np.zeros((f, 3))  # failures, failures that the prior curve expected, trials
+        stages = np.array([_stage(k)[0] for k in self.kinds])
+        self._stages = [np.flatnonzero(stages == s) for s in range(3)]
+        self._parent = np.array([self.index[_parent(k)] for k in self.kinds])
+        self._odds = np.array([{"hidden": 1.6, "loop": 0.9}.get(k.source, 1.0) for k in self.kinds])[:, None]
+        # further candidates catch a share of the failures that grows with the logarithm of the nodes
+        self._catch = np.array([0.04 * np.log2(k.nodes) if k.nodes else 0.0 for k in self.kinds])[:, None]
+        self._curves: tuple[np.ndarray, np.ndarray] | None = None
 
-    def shared_curve(self, family: Family) -> np.ndarray:
-        """Acceptance of a family over all requests. [DEPTH]"""
-        prior = self._prior(family)
-        counts = self.shared.get(family)
-        return prior if counts is None else counts.estimate(prior)
+    def shared(self) -> tuple[np.ndarray, np.ndarray]:
+        """Priors and curves of all families over all requests. [F, DEPTH] each"""
+        if self._curves is None:
+            prior, out = self._start.copy(), np.empty_like(self._start)
+            odds = _odds(*self._sums.T)[:, None]
+            for stage, at in enumerate(self._stages):
+                if stage == 1:
+                    prior[at] = harder(out[self._parent[at]], self._odds[at])
+                if stage == 2:
+                    chain = out[self._parent[at]]
+                    prior[at] = np.clip(chain + (1 - chain) * self._catch[at], LEAST, MOST)
+                level = harder(prior[at], odds[at])
+                out[at] = np.clip((self.won[at] + 4 * level) / (self.tried[at] + 4), LEAST, MOST)
+            self._curves = prior, out
+        return self._curves
 
-    def _prior(self, family: Family) -> np.ndarray:
-        """What to expect of a family before it was tried, from its nearest kin."""
-        if family.source == "lookup":
-            return _curve(0.3)
-        if family.nodes:  # further candidates catch a share of the failures that grows with the logarithm of the nodes
-            chain = self.shared_curve(family._replace(nodes=0))
-            return np.clip(chain + (1 - chain) * 0.04 * np.log2(family.nodes), LEAST, MOST)
-        if family.source == "known":
-            return self.priors[family.adapter]
-        known = self.shared_curve(family._replace(source="known"))
-        return harder(known, {"hidden": 1.6, "loop": 0.9}[family.source])
-
-    def curves(self, keys: Sequence[Hashable], family: Family, features: np.ndarray | None = None) -> np.ndarray:
-        """Conditional acceptance of each request.
+    def all(self, keys: Sequence[Hashable], features: np.ndarray | None = None) -> np.ndarray:
+        """Conditional acceptance of each request in every family.
 
         Args:
             keys: the requests.
-            family: kind of draft.
             features: [n] what is known before the draft and says how hard the text is (the verifier's mean entropy over
                 the last round as in RecGuide, or a negated mean top-2 margin); nan where it is not known.
 
         Returns:
-            [n, DEPTH]
+            [F, n, DEPTH]
         """
-        shared = self.shared_curve(family)
-        odds = self._odds(family, features, len(keys))
-        out = np.empty((len(keys), DEPTH))
-        for i, key in enumerate(keys):
-            own = self.own.get(key)
-            out[i] = harder(shared, odds[i]) if own is None else own.curve(family, shared, odds[i])
-        return np.clip(out, LEAST, MOST)
+        n, (_, shared) = len(keys), self.shared()
+        mine = [self.own.get(k) for k in keys]
+        odds = np.ones((len(self.kinds), n))
+        odds[~self._lookup] = self.effect.factor(features, n) * [1.0 if o is None else o.odds for o in mine]
+        level = harder(shared[:, None], odds[:, :, None])
+        none = np.zeros((2, *self.won.shape))
+        won, tried = np.stack([none if o is None else o.counts for o in mine], 2)
+        return np.clip((won + 4 * level) / (tried + 4), LEAST, MOST)
+
+    def curves(self, keys: Sequence[Hashable], family: Family, features: np.ndarray | None = None) -> np.ndarray:
+        """The same of one family. [n, DEPTH]"""
+        return self.all(keys, features)[self.index[family]]
 
     def observe(
         self,
@@ -158,111 +136,121 @@ class Estimator:
             offered: drafts verified (a tree: its depth), per request. A round that ended its text offered no more than
                 it could still take.
             accepted: drafts accepted, per request.
-            features: as in `curves`, what they were before the draft.
+            features: as in `all`, what they were before the draft.
         """
-        prior, base, surprise = self._prior(family), self.shared_curve(family), np.zeros(len(keys))
+        f, n = self.index[family], len(keys)
+        priors, shared = self.shared()
         d, a = np.minimum(offered, DEPTH), np.minimum(accepted, DEPTH)
         position = np.arange(DEPTH)
         tried = position < np.minimum(a + 1, d)[:, None]  # [n, DEPTH]
         won = position < np.minimum(a, d)[:, None]
-        odds = self._odds(family, features, len(keys))
-        sums = zip(*_summed(won, tried, harder(base, odds[:, None])), strict=True)
-        for i, (key, (failed, expected, trials)) in enumerate(zip(keys, sums, strict=True)):
-            own = self._own(key)
-            seen = _Round(family, won[i], tried[i], failed, expected, trials)
-            surprise[i] = seen.failed - own.foreseen(seen)
-            own.add(seen)
-        if family.source != "lookup":
+        odds = np.ones(n) if self._lookup[f] else self.effect.factor(features, n)
+        failed, trials = (tried & ~won).sum(1), tried.sum(1)
+        expected = (tried * (1 - harder(shared[f], odds[:, None]))).sum(1)
+        surprise = np.zeros(n)
+        for i, sums in enumerate(zip(failed.tolist(), expected.tolist(), trials.tolist(), strict=True)):
+            own = self.own.setdefault(keys[i], _Own(self.fade, self.window, self.won.shape))
+            surprise[i] = own.add(_Round(f, won[i], tried[i], *sums, not self._lookup[f]))
+        if not self._lookup[f]:
             self.effect.learn(features, surprise)
-        if family not in self.shared:
-            self.shared[family] = Counts(0.98)
-        self.shared[family].add(won, tried, prior)
+        by_prior = float((tried * (1 - priors[f])).sum())
+        self.won[f] = 0.98 * self.won[f] + won.sum(0)
+        self.tried[f] = 0.98 * self.tried[f] + tried.sum(0)
+        self._sums[f] = 0.98 * self._sums[f] + (failed.sum(), by_prior, trials.sum())
+        self._curves = None
 
     def tau(self, family: Family) -> float:
         """Tokens that a full round of the family emits, over all requests."""
-        return 1 + float(np.cumprod(self.shared_curve(family)).sum())
+        return 1 + float(np.cumprod(self.shared()[1][self.index[family]]).sum())
 
     def forget(self, key: Hashable) -> None:
         """A request is gone."""
         self.own.pop(key, None)
 
-    def _odds(self, family: Family, features: np.ndarray | None, n: int) -> np.ndarray:
-        """What the features say. [n]"""
-        return np.ones(n) if family.source == "lookup" else self.effect.factor(features, n)
 
-    def _own(self, key: Hashable) -> _Own:
-        if key not in self.own:
-            self.own[key] = _Own(self.fade, self.window)
-        return self.own[key]
+def harder(curve: np.ndarray, odds: np.ndarray | float) -> np.ndarray:
+    """A curve whose odds of failing are multiplied."""
+    return curve / (curve + (1 - curve) * odds)
+
+
+def _odds(failed, expected, trials):
+    """How many times the expected odds of failing were seen, shrunk towards 1."""
+    share = (expected + 0.5) / (trials + 1)
+    return (failed + 3 * share) / (trials - failed + 3 * (1 - share)) * (1 - share) / share
+
+
+def _stage(family: Family) -> tuple[int, Family]:
+    return (2 if family.nodes else 1 if family.source in ("hidden", "loop") else 0), family
+
+
+def _parent(family: Family) -> Family:
+    """The kin that a family is judged by until it has been tried."""
+    if family.nodes:
+        return family._replace(nodes=0)
+    return family._replace(source="known") if family.source in ("hidden", "loop") else family
 
 
 class _Round(NamedTuple):
     """What one round showed of one request: [DEPTH] arrays, and sums with what the shared curve expected."""
 
-    family: Family
+    family: int
     won: np.ndarray
     tried: np.ndarray
     failed: float
     expected: float
     trials: float
+    drafted: bool  # rather than looked up
 
 
 class _Own:
-    """One request: how hard its text is, and counts per family and position."""
+    """One request: how hard its text is, and counts [2 (won, tried), F, DEPTH]."""
 
-    def __init__(self, fade: float, window: int):
-        self.fade = fade
-        self.recent: deque[_Round] = deque(maxlen=window)
-        self.clear()
+    def __init__(self, fade: float, window: int, shape: tuple[int, ...]):
+        self.fade, self.recent = fade, deque[_Round](maxlen=window)
+        self.counts = np.zeros((2, *shape))
+        self.failed = self.expected = self.trials = 0.0
 
-    def clear(self) -> None:
-        self.level = Level(self.fade)
-        self.counts: dict[Family, tuple[np.ndarray, np.ndarray]] = {}
+    @property
+    def odds(self) -> float:
+        """How many times the shared odds of failing this text has."""
+        return _odds(self.failed, self.expected, self.trials)
 
-    def curve(self, family: Family, shared: np.ndarray, odds: float) -> np.ndarray:
-        """[DEPTH]"""
-        prior = shared if family.source == "lookup" else harder(shared, self.level.odds * odds)
-        if family not in self.counts:
-            return prior
-        won, tried = self.counts[family]
-        return (won + 4 * prior) / (tried + 4)
-
-    def foreseen(self, seen: _Round) -> float:
-        """Failures among a round's trials, by what was known before it."""
-        return seen.trials * _share(seen.expected, seen.trials, self.level.odds)
-
-    def add(self, seen: _Round) -> None:
+    def add(self, seen: _Round) -> float:
+        """Book a round. Returns its failures beyond what was foreseen."""
+        foreseen = _foreseen(seen.expected, seen.trials, self.odds)[0]
         self.recent.append(seen)
         self._book(seen)
         if len(self.recent) == self.recent.maxlen and self._contradicted():
-            self.clear()
+            self.counts[:] = 0.0
+            self.failed = self.expected = self.trials = 0.0
             for earlier in self.recent:
                 self._book(earlier)
+        return seen.failed - foreseen
 
     def _book(self, seen: _Round) -> None:
-        if seen.family.source != "lookup":
-            self.level.add(seen.failed, seen.expected, seen.trials)
-        won, tried = self.counts.get(seen.family, (0.0, 0.0))
-        self.counts[seen.family] = self.fade * won + seen.won, self.fade * tried + seen.tried
+        if seen.drafted:
+            self.failed = self.fade * self.failed + seen.failed
+            self.expected = self.fade * self.expected + seen.expected
+            self.trials = self.fade * self.trials + seen.trials
+        self.counts[:, seen.family] *= self.fade
+        self.counts[0, seen.family] += seen.won
+        self.counts[1, seen.family] += seen.tried
 
     def _contradicted(self) -> bool:
         """Whether the window failed much more, or less, often than the counts say (2.5 standard deviations)."""
-        drafted = [r for r in self.recent if r.family.source != "lookup"]
-        failed, expected = sum(r.failed for r in drafted), sum(r.expected for r in drafted)
-        trials = sum(r.trials for r in drafted)
-        share = _share(expected, trials, self.level.odds)
-        return abs(failed - trials * share) > 2.5 * (trials * share * (1 - share) + 0.5) ** 0.5
+        failed = expected = trials = 0.0
+        for r in self.recent:
+            if r.drafted:
+                failed, expected, trials = failed + r.failed, expected + r.expected, trials + r.trials
+        foreseen, variance = _foreseen(expected, trials, self.odds)
+        return abs(failed - foreseen) > 2.5 * (variance + 0.5) ** 0.5
 
 
-def _share(expected: float, trials: float, odds: float) -> float:
-    """The expected share of failures, its odds multiplied."""
+def _foreseen(expected: float, trials: float, odds: float) -> tuple[float, float]:
+    """Mean and variance of the failures among trials, the expected odds multiplied."""
     share = expected / trials if trials else 0.0
-    return share * odds / (1 - share + share * odds)
-
-
-def _summed(won: np.ndarray, tried: np.ndarray, curve: np.ndarray) -> tuple[list[float], list[float], list[float]]:
-    """Each request's failures, failures that the curve expected, and trials."""
-    return (tried & ~won).sum(1).tolist(), (tried * (1 - curve)).sum(1).tolist(), tried.sum(1).tolist()
+    share = share * odds / (1 - share + share * odds)
+    return trials * share, trials * share * (1 - share)
 
 
 class _Effect:

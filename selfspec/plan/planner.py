@@ -12,8 +12,9 @@ import numpy as np
 from selfspec.plan import Plan
 from selfspec.plan.allot import allot, longest, partition
 from selfspec.plan.cost import Costs, Pace
-from selfspec.plan.estimate import DEPTH, Estimator, Family, families
+from selfspec.plan.estimate import DEPTH, Estimator, families
 from selfspec.plan.probe import Probe
+from selfspec.plan.value import Values
 
 
 @dataclass(frozen=True)
@@ -131,16 +132,16 @@ class Decision:
 class Planner:
     """Chooses, every few rounds, the plans with the most expected tokens per millisecond: estimate x latency table.
 
-    A batch may be split over two shapes where the table says that their two forwards pay. A change has to promise
-    `margin` more and comes at most every `dwell` rounds, so that graphs are not thrashed. Modes not in use are probed
-    within a share of the time (`Probe`). Plain decoding is in the menu like any other plan: where drafts do not pay,
-    it wins.
+    A batch may be split over two shapes where the table says that their two forwards pay. A change needs gains that add
+    up to `patience` over the comparisons since the last one (a doubling at once, 2 % only if they last), and comes at
+    most every `dwell` rounds, so that graphs are not thrashed. Modes not in use are probed within a share of the time
+    (`Probe`). Plain decoding is in the menu like any other plan: where drafts do not pay, it wins.
 
     Args:
         costs: the latency table.
         plans: what to choose from (`selfspec.plan.menu`); plain decoding is one of them.
         estimator: of acceptance.
-        margin: relative gain that a change must promise.
+        patience: relative gains that have to add up before a change; 0.5 % of each comparison does not count.
         dwell: rounds between two changes.
         every: rounds between two comparisons while the same requests run.
         probe: share of the time for modes not in use.
@@ -158,26 +159,29 @@ class Planner:
         costs: Costs,
         plans: Sequence[Plan],
         estimator: Estimator | None = None,
-        margin: float = 0.02,
+        patience: float = 0.2,
         dwell: int = 6,
-        every: int = 2,
+        every: int = 4,
         probe: float = 0.02,
         packed: bool = False,
     ):
         if not any(p.nodes == 1 for p in plans):
             raise ValueError("the menu needs plain decoding, Plan('ar', 1), to fall back to")
         self.costs, self.plans, self.packed = costs, list(plans), packed
-        self.estimator = estimator or Estimator([0.7] * len(costs.entries))
-        self.margin, self.dwell, self.every = margin, dwell, every
-        self.pace, self.probe = Pace(), Probe(probe)
+        kinds = [f for p in plans for f in families(p)]
+        self.estimator = estimator or Estimator(kinds, [0.7] * len(costs.entries))
+        self.values = Values(self.plans, self.estimator.index, costs)
+        self.index = {p: k for k, p in enumerate(self.plans)}
+        self.patience, self.dwell, self.every = patience, dwell, every
+        self.pace, self.probe = Pace(len(self.plans)), Probe(probe)
         self.log: deque[Decision] = deque(maxlen=512)
         self.rounds = self.switches = 0
         self.rate = 0.0
-        self._current: tuple[int, ...] = ()  # plans in use
-        self._since = 0  # rounds since they were chosen
+        self.current: tuple[int, ...] = ()  # plans in use
+        self._plain = next(k for k, p in enumerate(self.plans) if p.nodes == 1)
+        self._since = self._lead = 0.0  # rounds since they were chosen; what was foregone since then
         self._last: list[tuple[int, list[int]]] = []
         self._keys: list[Hashable] = []
-        self._hits: dict[Plan, tuple[float, float]] = {}  # (hits, tries), fading
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """A plan for every running request.
@@ -194,18 +198,21 @@ class Planner:
         self.rounds += 1
         self._since += 1
         tail = all(v.left < DEPTH for v in active)  # caps bite, and change from round to round
-        if keys == self._keys and self._since % self.every and not tail and not self.probe.running:
+        if keys == self._keys and int(self._since) % self.every and not tail and not self.probe.running:
             return self._assigned(active, self._last)
-        tokens, ms = self._valued(active)
-        context = sum(v.context for v in active) / len(active)
-        probed = self.probe.next(self, len(active), context)
+        n, context = len(active), sum(v.context for v in active) / len(active)
+        features = np.array([np.nan if v.feature is None else v.feature for v in active])
+        left = np.array([v.left for v in active])
+        offers = np.array([DEPTH if v.lookup is None else v.lookup for v in active])
+        tokens, hit = self.values.tokens(self.estimator.all(keys, features).cumprod(2), left, offers)
+        ms = self.values.ms(n, context, hit) * self.pace.factors(n)[:, None]
+        probed = self.probe.next(self, n, context)
         if probed is not None:
-            parts, why = [(probed, list(range(len(active))))], "probe"
+            parts, why = [(probed, list(range(n)))], "probe"
             self._keys = []
         else:
             parts, why = self._best(tokens, ms)
             self._last, self._keys = parts, keys
-        n = len(active)
         chosen = tuple((self.plans[k], len(members)) for k, members in parts)
         self.log.append(Decision(self.rounds, context, tokens.sum(0), ms[:, n], chosen, why))
         return self._assigned(active, parts)
@@ -216,78 +223,24 @@ class Planner:
     def _best(self, tokens: np.ndarray, ms: np.ndarray) -> tuple[list[tuple[int, list[int]]], str]:
         """The parts to run, and why: the best ones, or those in use where the best gain too little."""
         n = len(tokens)
-        alone = tokens.sum(0) / ms[:, n]
-        plain = next(k for k, p in enumerate(self.plans) if p.nodes == 1)
-        # two shapes are compared among those that do best alone or suit somebody best
-        few = {plain, *np.argsort(-alone)[:6].tolist(), *np.argmax(tokens / (ms[:, n] / n), 1).tolist()}
+        # two shapes are compared among those that do best alone, and those that suit somebody best
+        alone = tokens / ms[:, n]  # [n, K]
+        few = {self._plain, *np.argsort(-alone.sum(0))[:4].tolist(), *np.argmax(alone, 1)[:2].tolist()}
         best = partition(tokens, ms, sorted(few))
         rate = _rate(best, tokens, ms)
-        if self._current:
-            kept = partition(tokens, ms, self._current)
+        if self.current:
+            kept = partition(tokens, ms, self.current)
             held = _rate(kept, tokens, ms)
-            used = {k for k, _ in best}
-            if used <= set(self._current):
-                self.rate = rate
-                return best, "keep"
-            if rate < held * (1 + self.margin) or self._since < self.dwell:
+            self._lead = max(self._lead + min(rate / held - 1.005, 1.0), 0.0)
+            if self._lead < self.patience or self._since < self.dwell:
                 self.rate = held
-                return kept, "hold"
-        why = "switch" if self._current else "first"
-        self.switches += bool(self._current)
-        self._current, self._since, self.rate = tuple(sorted({k for k, _ in best})), 0, rate
-        self.probe.used({f for k in self._current for f in families(self.plans[k])})
+                return kept, "keep" if rate <= held * 1.005 else "hold"
+        why = "switch" if self.current else "first"
+        chosen = tuple(sorted({k for k, _ in best}))
+        self.switches += bool(self.current) and chosen != self.current
+        self.current, self._since, self._lead, self.rate = chosen, 0, 0.0, rate
+        self.probe.used({f for k in chosen for f in families(self.plans[k])})
         return best, why
-
-    def _valued(self, active: Sequence[View]) -> tuple[np.ndarray, np.ndarray]:
-        """Expected tokens [n, K], and milliseconds of 0..n requests [K, n + 1]."""
-        n, keys = len(active), [v.key for v in active]
-        features = np.array([np.nan if v.feature is None else v.feature for v in active])
-        left = np.array([v.left for v in active])
-        context = sum(v.context for v in active) / n
-        curves: dict[Family, np.ndarray] = {}
-        tokens, ms = np.empty((n, len(self.plans))), np.empty((len(self.plans), n + 1))
-        offers = [DEPTH if v.lookup is None else v.lookup for v in active]
-        for k, plan in enumerate(self.plans):
-            made, saved = families(plan)
-            for f in (made, saved):
-                if f not in curves:
-                    curves[f] = np.cumprod(self.estimator.curves(keys, f, features), 1)
-            depth = (plan.block_size if plan.tree else plan.nodes) - 1
-            room = np.minimum(np.minimum(depth, offers) if plan.lookup else depth, left - 1)
-            tokens[:, k], hit = self.expected(plan, curves[made], curves[saved], room)
-            ms[k] = self.costs.rounds(plan, n, context, hit) * self.pace.factor(plan, n)
-        return tokens, ms
-
-    def expected(
-        self, plan: Plan, made: np.ndarray, saved: np.ndarray, room: np.ndarray | int
-    ) -> tuple[np.ndarray, float]:
-        """Tokens of a round, and the chance that a request comes with a saved draft.
-
-        Args:
-            plan: its shape.
-            made: [n, DEPTH] survival of drafts made for the round.
-            saved: [n, DEPTH] survival of drafts that an overlapped round saved.
-            room: [n] drafts that can be accepted.
-        """
-        inside = np.arange(DEPTH) < np.asarray(room)[..., None]
-        fresh = 1 + (made * inside).sum(1)
-        if not plan.overlap:
-            return fresh, 0.0
-        hit = self.hit(plan, saved)
-        return hit * (1 + (saved * inside).sum(1)) + (1 - hit) * fresh, float(hit.mean())
-
-    def hit(self, plan: Plan, survival: np.ndarray) -> np.ndarray:
-        """The chance that a kept group is the one that comes true. [n, DEPTH] survival -> [n]
-
-        Groups hang where the run most probably ends: P(exactly k) = survival(k) - survival(k + 1).
-        """
-        if plan.groups is None:
-            return np.ones(len(survival))
-        depth = plan.block_size - 1
-        ends = np.concatenate([np.ones((len(survival), 1)), survival[:, :depth]], 1)
-        ends[:, :-1] -= ends[:, 1:]
-        hits, tries = self._hits.get(plan, (0.0, 0.0))
-        return (np.sort(ends, 1)[:, ::-1][:, : plan.groups].sum(1) * 10 + hits) / (10 + tries)
 
     def prune(self, assignment: Assignment, survival: np.ndarray) -> list[int]:
         """Drafts to verify per request.
@@ -304,8 +257,10 @@ class Planner:
         seen = survival * (np.arange(depth) < np.array(assignment.offered)[:, None])
         context = assignment.context
 
+        pace = float(self.pace.factors(n)[self.index[assignment.plan]])
+
         def cost(rows: float) -> float:
-            return float(self.costs.table.time("clean", rows, n, context)) * self.pace.factor(assignment.plan, n)
+            return pace * float(self.costs.table.time("clean", rows, n, context))
 
         if self.packed:
             return allot(seen, lambda rows: cost(rows / n), self.rate).tolist()
@@ -341,12 +296,11 @@ class Planner:
                 picked = [offered[i] for i in who], [accepted[i] for i in who]
                 self.estimator.observe([views[i].key for i in who], family, *picked, features)
         if plan.overlap and hits is not None:
-            past = self._hits.get(plan, (0.0, 0.0))
-            self._hits[plan] = 0.98 * past[0] + sum(hits), 0.98 * past[1] + len(hits)
+            self.values.saw(self.index[plan], sum(hits), len(hits))
         missed = sum(not v.saved for v in views)
         expected = self.costs.round(plan, len(views), assignment.context, missed)
         if seconds is not None:
-            self.pace.observe(plan, len(views), expected, 1e3 * seconds)
+            self.pace.observe(self.index[plan], len(views), expected, 1e3 * seconds)
         self.probe.observe(plan, expected if seconds is None else 1e3 * seconds)
 
     def forget(self, key: Hashable) -> None:

@@ -31,6 +31,7 @@ class Probe:
         self.share = share
         self.spent = self.total = 0.0  # milliseconds
         self.round = 0
+        self.looked = 0
         self.waits: dict[Family, int] = {}
         self.due: dict[Family, int] = {}
         self.last: dict[Family, int] = {}  # round in which a family ran last
@@ -41,11 +42,10 @@ class Probe:
         """The plan to probe now, or None."""
         if self.running:
             return self._marked_as(planner, self.running.pop(0))
-        if not self.share or not planner.rate:
+        if not self.share or not planner.rate or self.spent > self.share * self.total or self.round < self.looked + 8:
             return None
-        used = {f for _, plan in self._in_use(planner) for f in families(plan)}
-        hopes = [h for h in self._hopes(planner, n, context, used) if h[0] > planner.rate]
-        for _, k, family, ms in sorted(hopes, reverse=True):
+        self.looked = self.round
+        for _, k, family, ms in sorted(self._hopes(planner, n, context), reverse=True):
             length = 2 if planner.plans[k].overlap else 1  # what an overlap saves is verified a round later
             if self.spent + length * ms > self.share * (self.total + length * ms):
                 continue
@@ -55,32 +55,25 @@ class Probe:
             return self._marked_as(planner, k)
         return None
 
-    def _hopes(
-        self, planner: Planner, n: int, context: float, used: Iterable[Family]
-    ) -> list[tuple[float, int, Family, float]]:
-        """(tokens per ms at best, plan, family, ms) of every family whose turn it could be."""
-        best: dict[Family, tuple[float, int, Family, float]] = {}
-        for k, plan in enumerate(planner.plans):
-            family = families(plan)[1]
-            if plan.nodes == 1 or family in used or self.round < self.due.get(family, 0):
-                continue
-            curves = [np.cumprod(self._hoped(planner, f))[None] for f in families(plan)]
-            depth = (plan.block_size if plan.tree else plan.nodes) - 1
-            tokens, hit = planner.expected(plan, curves[0], curves[1], np.array([depth]))
-            ms = float(planner.costs.rounds(plan, n, context, hit)[n]) * planner.pace.factor(plan, n)
-            hope = n * float(tokens[0]) / ms
-            if family not in best or hope > best[family][0]:
-                best[family] = hope, k, family, ms
-        return list(best.values())
-
-    def _hoped(self, planner: Planner, family: Family) -> np.ndarray:
-        """The best that a family may do."""
-        counts = planner.estimator.shared.get(family)
-        tried = 0.0 if counts is None else counts.tried[0] * 0.998 ** (self.round - self.last.get(family, 0))
-        return harder(planner.estimator.shared_curve(family), float(np.exp(-1.5 / (1 + tried / 4) ** 0.5)))
-
-    def _in_use(self, planner: Planner) -> list[tuple[int, Plan]]:
-        return [(k, planner.plans[k]) for k in planner._current]
+    def _hopes(self, planner: Planner, n: int, context: float) -> list[tuple[float, int, Family, float]]:
+        """(tokens per ms at best, plan, family, ms) of every family whose turn it could be and that may win."""
+        estimator, values = planner.estimator, planner.values
+        age = self.round - np.array([self.last.get(f, 0) for f in estimator.kinds])
+        tried = estimator.tried[:, 0] * 0.998**age
+        curves = harder(estimator.shared()[1], np.exp(-1.5 / (1 + tried / 4) ** 0.5)[:, None])  # [F, DEPTH]
+        many = np.full(1, 1 << 30)
+        tokens, hit = values.tokens(curves.cumprod(1)[:, None], many, many)
+        ms = values.ms(n, context, hit)[:, n] * planner.pace.factors(n)  # [K]
+        hope = n * tokens[0] / ms
+        used = {f for k in planner.current for f in families(planner.plans[k])}
+        found: dict[Family, tuple[float, int, Family, float]] = {}
+        for k in np.argsort(-hope).tolist():
+            if hope[k] <= planner.rate:
+                break
+            family = families(planner.plans[k])[1]
+            if family not in used and planner.plans[k].nodes > 1 and self.round >= self.due.get(family, 0):
+                found.setdefault(family, (float(hope[k]), k, family, float(ms[k])))
+        return list(found.values())
 
     def _marked_as(self, planner: Planner, k: int) -> int:
         self._marked = planner.plans[k]
