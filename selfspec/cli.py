@@ -41,6 +41,8 @@ COMMANDS: dict[str, Command] = {
     "info": Command("what is installed, and whether a model and an adapter fit", "selfspec.info:main"),
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
+    "profile": Command("measure what forwards cost here, for the planner", "selfspec.costs:main"),
+    "explain": Command("show what the planner expects and chooses for a prompt", "selfspec.explain:main"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
     "train": Command("train an adapter on answers", "selfspec.training.trainer:main"),
 }

@@ -19,6 +19,7 @@ from selfspec.plan import Plan
 
 DEPTH = 15  # drafts of the largest block; a tree is no deeper
 LEAST, MOST = 1e-3, 0.999
+FADE = 0.998  # of counts over all requests, per round
 
 
 class Family(NamedTuple):
@@ -92,7 +93,7 @@ class Estimator:
                     chain = out[self._parent[at]]
                     prior[at] = np.clip(chain + (1 - chain) * self._catch[at], LEAST, MOST)
                 level = harder(prior[at], odds[at])
-                out[at] = np.clip((self.won[at] + 4 * level) / (self.tried[at] + 4), LEAST, MOST)
+                out[at] = np.clip((self.won[at] + 24 * level) / (self.tried[at] + 24), LEAST, MOST)
             self._curves = prior, out
         return self._curves
 
@@ -114,7 +115,7 @@ class Estimator:
         level = harder(shared[:, None], odds[:, :, None])
         none = np.zeros((2, *self.won.shape))
         won, tried = np.stack([none if o is None else o.counts for o in mine], 2)
-        return np.clip((won + 4 * level) / (tried + 4), LEAST, MOST)
+        return np.clip((won + 16 * level) / (tried + 16), LEAST, MOST)
 
     def curves(self, keys: Sequence[Hashable], family: Family, features: np.ndarray | None = None) -> np.ndarray:
         """The same of one family. [n, DEPTH]"""
@@ -154,9 +155,9 @@ class Estimator:
         if not self._lookup[f]:
             self.effect.learn(features, surprise)
         by_prior = float((tried * (1 - priors[f])).sum())
-        self.won[f] = 0.98 * self.won[f] + won.sum(0)
-        self.tried[f] = 0.98 * self.tried[f] + tried.sum(0)
-        self._sums[f] = 0.98 * self._sums[f] + (failed.sum(), by_prior, trials.sum())
+        self.won[f] = FADE * self.won[f] + won.sum(0)
+        self.tried[f] = FADE * self.tried[f] + tried.sum(0)
+        self._sums[f] = FADE * self._sums[f] + (failed.sum(), by_prior, trials.sum())
         self._curves = None
 
     def tau(self, family: Family) -> float:

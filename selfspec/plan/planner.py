@@ -160,7 +160,7 @@ class Planner:
         plans: Sequence[Plan],
         estimator: Estimator | None = None,
         patience: float = 0.2,
-        dwell: int = 6,
+        dwell: int = 4,
         every: int = 4,
         probe: float = 0.02,
         packed: bool = False,
@@ -198,7 +198,8 @@ class Planner:
         self.rounds += 1
         self._since += 1
         tail = all(v.left < DEPTH for v in active)  # caps bite, and change from round to round
-        if keys == self._keys and int(self._since) % self.every and not tail and not self.probe.running:
+        settled = self._since > 4 * self.dwell and int(self._since) % self.every
+        if keys == self._keys and settled and not tail and not self.probe.running:
             return self._assigned(active, self._last)
         n, context = len(active), sum(v.context for v in active) / len(active)
         features = np.array([np.nan if v.feature is None else v.feature for v in active])
@@ -311,5 +312,3 @@ class Planner:
 def _rate(parts: list[tuple[int, list[int]]], tokens: np.ndarray, ms: np.ndarray) -> float:
     """Tokens per millisecond."""
     return sum(tokens[m, k].sum() for k, m in parts) / sum(ms[k, len(m)] for k, m in parts)
-
-
