@@ -43,6 +43,8 @@ COMMANDS: dict[str, Command] = {
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.commands:bench"),
     "report": Command("draw the figures of bench runs on one page", "selfspec.commands:report"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.commands:answer"),
+    "profile": Command("measure what forwards cost here, for the planner", "selfspec.costs:main"),
+    "explain": Command("show what the planner expects and chooses for a prompt", "selfspec.explain:main"),
     "train": Command("train an adapter on answers", "selfspec.training.trainer:main"),
 }
 

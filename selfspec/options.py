@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 
 import typer
 
-from selfspec import __version__, prompts
+from selfspec import prompts
 from selfspec.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -190,21 +189,14 @@ def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -
             )
 
 
-def versions() -> dict[str, str]:
-    """What runs: this package, the libraries that it stands on, Python."""
-    import torch
-    import transformers
-
-    libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {"selfspec": __version__, **libraries, "python": platform.python_version()}
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """Where it runs, for reports."""
     import torch
 
+    from selfspec.machine import device_name
+
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": device_name(device),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
@@ -212,6 +204,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def setting(model: SelfSpecModel) -> dict[str, Any]:
     """What ran where, for reports: versions, machine, dtype."""
+    from selfspec.machine import versions
+
     device, dtype = model.backbone.device, model.backbone.dtype
     return {**versions(), **machine(device), "dtype": dtype_name(dtype)}
 
@@ -219,10 +213,3 @@ def setting(model: SelfSpecModel) -> dict[str, Any]:
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.float32 -> float32"""
     return str(dtype).removeprefix("torch.")
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()

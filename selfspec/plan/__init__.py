@@ -1,35 +1,52 @@
-"""Plan: which mode, block and tree a round runs with."""
+"""Plan: the static shape of a round, which mode, block and tree it runs with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-MODES = ("ar", "lookup", "sequential", "overlap", "tree")
+MODES = ("ar", "lookup", "sequential", "loop", "overlap", "tree")
 ALONE = {"ar", "lookup"}  # modes that combine with no other
+BLOCKS = (2, 4, 8, 16)  # sizes that planners choose from: each is a bucket of graphs
+TREES = (16, 32, 64, 128, 256)
+GROUPS = (1, 2, 4, None)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A fixed plan.
+    """The static shape of a round. Hashable: rounds of one plan share their CUDA graphs.
 
     Attributes:
-        mode: "ar", "lookup", "sequential", "tree", "overlap" or "overlap+tree".
+        mode: "ar", "lookup", "sequential", "loop", "tree", "overlap", or loop, overlap and tree joined by "+".
         block_size: nodes of a chain, the anchor included; 1 is plain decoding.
         tree_nodes: nodes of a tree beside the anchor.
+        groups: overlap only, draft groups kept per request; None hangs one on every node.
+        verify_length: nodes of a chain that are verified, the anchor included; None verifies the whole block.
+        passes: loop only, draft passes a round.
+        adapter: index among the adapters that are loaded; each has an entry layer of its own.
     """
 
     mode: str = "sequential"
     block_size: int = 16
     tree_nodes: int = 16
+    groups: int | None = None
+    verify_length: int | None = None
+    passes: int = 2
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         parts = self.mode.split("+")
         unknown = [p for p in parts if p not in MODES]
         if unknown or len(set(parts)) < len(parts) or (ALONE & set(parts) and len(parts) > 1):
-            raise ValueError(f"mode={self.mode!r}: expected {', '.join(MODES)}, or overlap+tree")
+            raise ValueError(f"mode={self.mode!r}: expected {', '.join(MODES)}, or combined as in overlap+tree")
         if self.block_size < 1 or self.tree_nodes < 1:
             raise ValueError(f"block_size={self.block_size} and tree_nodes={self.tree_nodes} must be at least 1")
+        if self.groups is not None and ("overlap" not in parts or self.groups < 1):
+            raise ValueError(f"groups={self.groups}: expected 1 or more, and mode='overlap'")
+        if self.verify_length is not None and not ("tree" not in parts and 1 <= self.verify_length <= self.block_size):
+            raise ValueError(f"verify_length={self.verify_length}: expected 1..block_size={self.block_size}, no tree")
+        if self.passes < 2 or self.adapter < 0:
+            raise ValueError(f"passes={self.passes} must be at least 2 and adapter={self.adapter} at least 0")
 
     @property
     def drafts(self) -> bool:
@@ -47,6 +64,11 @@ class Plan:
         return self.drafts and "overlap" in self.mode
 
     @property
+    def loop(self) -> bool:
+        """Whether further draft passes regenerate what follows a prefix of the first."""
+        return self.drafts and "loop" in self.mode
+
+    @property
     def tree(self) -> bool:
         """Whether drafts are trees rather than chains."""
         return self.drafts and "tree" in self.mode
@@ -54,8 +76,32 @@ class Plan:
     @property
     def rows(self) -> int:
         """Rows of a request in the largest forward."""
-        nodes = self.tree_nodes + 1 if self.tree else self.block_size
-        return nodes * (1 + self.block_size) if self.overlap else max(nodes, self.block_size)
+        return max(self.nodes + self.group_rows, self.block_size if self.drafts else 1)
+
+    @property
+    def nodes(self) -> int:
+        """Clean rows that a request verifies in a round, the anchor included."""
+        if not self.drafts and not self.lookup:
+            return 1
+        return self.tree_nodes + 1 if self.tree else self.verify_length or self.block_size
+
+    @property
+    def group_rows(self) -> int:
+        """Draft rows that ride in a request's verify forward."""
+        if not self.overlap:
+            return 0
+        return self.block_size * (self.nodes if self.groups is None else min(self.groups, self.nodes))
+
+    def __str__(self) -> str:
+        if not self.drafts and not self.lookup:
+            return "ar"
+        words = [self.mode, f"B={self.block_size}"]
+        words += [f"nodes={self.tree_nodes}"] if self.tree else []
+        words += [f"groups={self.groups or 'all'}"] if self.overlap else []
+        words += [f"passes={self.passes}"] if self.loop and self.passes != 2 else []
+        words += [f"verify={self.verify_length}"] if self.verify_length else []
+        words += [f"adapter={self.adapter}"] if self.adapter else []
+        return " ".join(words)
 
     def require(self, path: Any) -> None:
         """Refuse what a mask path cannot do.
@@ -74,6 +120,11 @@ class Plan:
             )
         for layout in self.layouts:
             path.require(layout, self.block_size)
+        if self.loop and not path.prefix_splits:
+            raise ValueError(
+                "this adapter was not trained to go on from a drafted prefix (prefix_splits), which a loop's second "
+                "pass asks of it; choose mode='sequential' or train it with prefix_splits"
+            )
         if self.overlap and path.taps:
             raise ValueError(
                 f"this adapter reads features {path.taps} of the last clean position, which an overlapped forward "
@@ -86,3 +137,31 @@ class Plan:
         if not self.drafts:
             return ()
         return ("known", "hidden") if self.overlap else ("known",)
+
+
+def menu(paths: list[Any], modes: tuple[str, ...] | None = None) -> list[Plan]:
+    """Every plan that a planner may choose: few, since each is a bucket of graphs. Plain decoding comes first.
+
+    Args:
+        paths: a `MaskPathConfig` per loaded adapter.
+        modes: only these modes, combined ones named in full; by default all that the adapters were trained for.
+    """
+    plans = [Plan("ar", 1), *(Plan("lookup", b) for b in BLOCKS[1:])]
+    for i, path in enumerate(paths):
+        for b in [b for b in BLOCKS if b <= path.block_size]:
+            plans += [Plan(m, b, adapter=i) for m in ("sequential", "loop")]
+            plans += [Plan("overlap", b, groups=g, adapter=i) for g in GROUPS if g is None or g < b]
+        widest = max((b for b in BLOCKS if b <= path.block_size), default=1)
+        for nodes in TREES if widest > 1 else ():
+            plans += [Plan(m, widest, nodes, adapter=i) for m in ("tree", "loop+tree")]
+            plans += [Plan("overlap+tree", widest, nodes, g, adapter=i) for g in GROUPS if nodes <= 32 or g]
+    allowed = [p for p in plans if modes is None or p.mode in modes or p.mode == "ar"]
+    return [p for p in allowed if not p.drafts or _able(p, paths[p.adapter])]
+
+
+def _able(plan: Plan, path: Any) -> bool:
+    try:
+        plan.require(path)
+    except ValueError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The latency table: what a forward of so many rows costs on this machine, measured."""
+"""What a forward of so many rows costs on this machine: single points, measured."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ class Latency:
     """One measured point.
 
     Attributes:
-        kind: "clean" (verify rows at all layers, head included) or "draft" (a group from the entry layer on).
+        kind: "clean" (verify rows at all layers, head included), "draft" (a group from the entry layer on) or "overlap"
+            (clean rows, and draft rows that join them at the entry layer).
         requests: N.
-        rows: rows per request.
-        entry: first layer run.
+        rows: rows per request; of an overlap its clean rows.
+        entry: first layer that draft rows run through; 0 where there are none.
         context: committed positions per request.
         graph: replayed from a CUDA graph rather than launched eagerly.
         ms: median milliseconds.
         low, high: the fastest and the slowest repeat.
+        drafts: of an overlap, its draft rows per request.
     """
 
     kind: str
@@ -38,42 +40,73 @@ class Latency:
     ms: float
     low: float
     high: float
+    drafts: int = 0
 
 
 @torch.no_grad()
 def measure(
-    backbone: Backbone, kind: str, n: int, r: int, context: int = 512, graph: bool = False, repeats: int = 20
+    backbone: Backbone,
+    kind: str,
+    n: int,
+    r: int,
+    context: int = 512,
+    graph: bool = False,
+    repeats: int = 20,
+    drafts: int = 0,
+    seconds: float | None = None,
 ) -> Latency:
     """Time one forward with its head.
 
     Args:
-        backbone: with a mask path when `kind` is "draft".
-        kind: "clean" or "draft".
+        backbone: with a mask path when `kind` is "draft" or "overlap".
+        kind: "clean", "draft" or "overlap".
         n: requests.
-        r: rows per request.
+        r: rows per request; of an overlap its clean rows.
         context: committed positions.
         graph: capture it in a CUDA graph first.
         repeats: timed runs after three warm ones.
+        drafts: of an overlap, draft rows per request: one group on each of the last clean rows, blocks as wide as they
+            divide evenly.
+        seconds: stop repeating after this long (three runs at least, and then one warm one is enough).
     """
-    cache = backbone.new_cache(n, context, r)
+    cache = backbone.new_cache(n, context, r + drafts)
     cache.lengths = [context] * n
     start = torch.full((n,), context, device=backbone.device)
     ids = torch.randint(backbone.vocab_size, (n, r), device=backbone.device)
-    entry = backbone.path.entry if kind == "draft" and backbone.path is not None else 0
+    entry = backbone.path.entry if kind != "clean" and backbone.path is not None else 0
     if kind == "clean":
         layout = rows.chain(start, r)
 
         def run() -> None:
             backbone.logits(backbone(layout, cache, ids).clean)
-    else:
+    elif kind == "draft":
         layout = rows.block(start, r)
-        inputs = draft_inputs(ids[:, 0], n, r, 1, backbone.device)
+        inputs = draft_inputs(ids[:, 0], n, r, 1, backbone.device, _features(backbone, n))
 
         def run() -> None:
             backbone.logits(backbone(layout, cache, draft=inputs).draft)
+    else:
+        groups = next(g for g in range(min(r, drafts), 0, -1) if drafts % g == 0)
+        nodes = torch.arange(r - groups, r, device=backbone.device).expand(n, groups)
+        layout = rows.overlapped(rows.chain(start, r), nodes, drafts // groups)
+        inputs = draft_inputs(None, n, drafts // groups, groups, backbone.device, _features(backbone, n))
 
-    times = _timed(captured(run) if graph else run, backbone.device, repeats)
-    return Latency(kind, n, r, entry, context, graph, statistics.median(times), min(times), max(times))
+        def run() -> None:
+            hidden = backbone(layout, cache, ids, inputs)
+            backbone.logits(hidden.clean)
+            backbone.logits(hidden.draft[:, : drafts // groups])  # only the group that came true needs the head
+
+    times = _timed(captured(run) if graph else run, backbone.device, repeats, seconds)
+    return Latency(kind, n, r, entry, context, graph, statistics.median(times), min(times), max(times), drafts)
+
+
+def _features(backbone: Backbone, n: int) -> torch.Tensor | None:
+    """[N, 1, F] of nothing in particular, where the mask path reads features."""
+    path = backbone.path
+    if path is None or not path.taps:
+        return None
+    width = backbone.embed(torch.zeros(1, 1, dtype=torch.long, device=backbone.device)).shape[-1]
+    return torch.zeros(n, 1, len(path.taps) * width, dtype=backbone.dtype, device=backbone.device)
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
@@ -90,7 +123,7 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def _timed(run: Callable[[], None], device: torch.device, repeats: int) -> list[float]:
+def _timed(run: Callable[[], None], device: torch.device, repeats: int, seconds: float | None = None) -> list[float]:
     """Milliseconds of each repeat, the device synchronised around it."""
 
     def once() -> float:
@@ -100,9 +133,18 @@ def _timed(run: Callable[[], None], device: torch.device, repeats: int) -> list[
         sync(device)
         return (time.perf_counter() - begin) * 1e3
 
-    for _ in range(3):
-        once()
-    return [once() for _ in range(repeats)]
+    begin = time.perf_counter()
+
+    def late() -> bool:
+        return seconds is not None and time.perf_counter() - begin > seconds
+
+    for i in range(3):
+        if i == 0 or not late():
+            once()
+    times: list[float] = []
+    while len(times) < repeats and (len(times) < 3 or not late()):
+        times.append(once())
+    return times
 
 
 def sync(device: torch.device) -> None:

@@ -1,0 +1,157 @@
+"""`selfspec explain`: the latency table, the estimate and the choice of every round, for one prompt."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from selfspec import options, prompts
+from selfspec.model import SelfSpecModel
+from selfspec.plan import Plan, menu
+from selfspec.plan.cost import Costs
+from selfspec.plan.latency import sync
+from selfspec.plan.planner import Assignment, Planner, Policy, View
+from selfspec.plan.simulate import Recorder
+from selfspec.plan.table import LatencyTable
+from selfspec.plan.tabulate import table_for
+from selfspec.session import Request, Session
+from selfspec.settings import eos_ids
+from selfspec.terminal import refusing, show_table
+
+MODES = ("lookup", "sequential", "tree", "overlap")
+
+
+def planner_for(model: SelfSpecModel, table: LatencyTable | None = None, seconds: float = 10.0) -> Planner:
+    """A planner over what the model's adapter can do.
+
+    Args:
+        model: with or without an adapter.
+        table: its latency table; by default the stored one, or one measured now.
+        seconds: time budget of that measurement.
+    """
+    path = getattr(model.path, "config", None)
+    paths = [] if path is None else [path]
+    plans = [p for p in menu(paths, MODES) if p.groups is None]
+    table = table or table_for(model.backbone, seconds=seconds)
+    return Planner(Costs(table, tuple(p.entry for p in paths) or (0,)), plans)
+
+
+def rounds(
+    model: SelfSpecModel, policy: Policy, plans: list[Plan], request: Request
+) -> Iterator[tuple[Assignment, list[int], float]]:
+    """Decode one request under a policy.
+
+    Args:
+        model: the model.
+        policy: chooses the plans.
+        plans: all that it may choose.
+        request: alone in its session.
+
+    Yields:
+        The assignment of each round, the tokens that it emitted, and its seconds.
+    """
+    widest = max(plans, key=lambda p: p.nodes + p.group_rows)
+    session = Session(model.backbone, widest, 1, len(request.prompt) + request.max_new_tokens)
+    session.add([request])
+    while session.active:
+        done = len(request.output)
+        left, saved = request.max_new_tokens - done, session.saved is not None
+        (chosen,) = policy.round([View(request, len(request.prompt) + done - 1, left, saved)])
+        session.plan = chosen.plan
+        if not chosen.plan.drafts:
+            session.saved = None  # it would be stale one round later
+        sync(model.backbone.device)
+        begin = time.perf_counter()
+        ((_, emitted),) = session.step()
+        sync(model.backbone.device)
+        seconds, ended = time.perf_counter() - begin, not session.active
+        policy.observe(chosen, [len(emitted)], seconds, [ended], [session.saved is not None])
+        yield chosen, emitted, seconds
+
+
+def explained(model: SelfSpecModel, planner: Planner, prompt: list[int], cap: int) -> dict[str, Any]:
+    """What the planner knew and did, in plain JSON types."""
+    request, recorder, log = Request(prompt, cap, frozenset(eos_ids(model.model.generation_config))), Recorder(), []
+    emitted_before = 0
+    for chosen, emitted, seconds in rounds(model, planner, planner.plans, request):
+        recorder.note(chosen, [emitted_before], [len(emitted)])
+        emitted_before += len(emitted)
+        decision = planner.log[-1] if planner.log and planner.log[-1].number == planner.rounds else None
+        entry = {"plan": str(chosen.plan), "emitted": len(emitted), "ms": 1e3 * seconds, "why": "as before"}
+        if decision is not None:
+            k, rate = planner.index[chosen.plan], decision.tokens / decision.ms
+            entry |= {"why": decision.why, "expected_tokens": decision.tokens[k], "expected_ms": decision.ms[k]}
+            entry |= {"best": str(planner.plans[int(rate.argmax())]), "best_rate": float(rate.max())}
+            entry |= {"rate": float(rate[k])}
+        log.append(entry)
+    families = planner.estimator.kinds
+    return {
+        "table": [_cost(planner, p, len(prompt)) for p in planner.plans],
+        "estimate": {
+            " ".join(map(str, f)): [round(float(c), 3) for c in planner.estimator.shared()[1][i]]
+            for i, f in enumerate(families)
+        },
+        "rounds": log,
+        "switches": planner.switches,
+        "probe_share": planner.probe.spent / planner.probe.total if planner.probe.total else 0.0,
+        "output": request.output,
+    }
+
+
+def _cost(planner: Planner, plan: Plan, context: int) -> dict[str, Any]:
+    verify, draft = planner.costs.parts(plan, 1, context)
+    kind, entry = ("overlap", planner.costs.entries[plan.adapter]) if plan.overlap else ("clean", 0)
+    how = planner.costs.table.how(kind, plan.nodes, 1, context, entry, plan.group_rows)
+    return {"plan": str(plan), "verify_ms": float(verify[1]), "draft_ms": float(draft[1]), "verify": how}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print it as a person reads it."""
+    show_table(
+        ["plan", "verify ms", "draft ms", "verify is"],
+        [[r["plan"], f"{r['verify_ms']:.3f}", f"{r['draft_ms']:.3f}", r["verify"]] for r in found["table"]],
+    )
+    print("\nacceptance by position, over all rounds")
+    show_table(
+        ["draft", *map(str, range(1, 8))],
+        [[name, *(f"{c:.2f}" for c in curve[:7])] for name, curve in found["estimate"].items()],
+    )
+    print()
+    lines = []
+    for i, r in enumerate(found["rounds"], 1):
+        told = [f"{r[k]:.2f}" if k in r else "" for k in ("expected_tokens", "expected_ms")]
+        lines.append(
+            [str(i), r["plan"], r["why"], told[0], str(r["emitted"]), told[1], f"{r['ms']:.2f}", r.get("best", "")]
+        )
+    show_table(["round", "plan", "why", "expected", "emitted", "expected ms", "ms", "best now"], lines)
+    print(f"\n{found['switches']} switches; {100 * found['probe_share']:.1f} % of the time for probes")
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Folder, hub name, .gguf file or embedded model.")],
+    prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    adapter: options.Adapter = "auto",
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For measuring the table, where none is stored.")] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Answer a prompt under the planner, and show its table, its estimate and its choice of every round."""
+    with refusing():
+        loaded = options.load_model(options.Chosen(model, adapter, dtype, device, threads))
+        ids = prompts.encode(loaded.tokenizer, [{"role": "user", "content": prompt}])
+        limit = loaded.backbone.max_positions
+        if limit is not None and len(ids) + max_new_tokens > limit:
+            raise ValueError(f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones exceed {limit} positions")
+    found = explained(loaded, planner_for(loaded, seconds=seconds), ids, max_new_tokens)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        show(found)
+    return 0

@@ -1,0 +1,289 @@
+"""How many drafts will be accepted: per request and position, from recent rounds.
+
+c[j] is the chance that draft j is accepted when all before it were. Three levels, each shrunk towards the one above:
+what the adapter promises; all requests, per kind of draft; this request. Between levels the shape of the curve is kept
+and the odds of failing move by one factor, how much harder this text is (a Rasch model): failures over successes, over
+what the curve above expected of the same trials. So one number per request says most of what its few rounds can say,
+and counts per position correct the shape where there are enough.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from selfspec.plan import Plan
+
+DEPTH = 15  # drafts of the largest block; a tree is no deeper
+LEAST, MOST = 1e-3, 0.999
+FADE = 0.998  # of counts over all requests, per round
+
+
+class Family(NamedTuple):
+    """Drafts that are accepted alike, whatever the block: cutting a block costs its early positions almost nothing.
+
+    Attributes:
+        source: "known" (the bonus in slot 0), "hidden" (a mask there), "loop" or "lookup".
+        adapter: index.
+        nodes: of a tree, 0 for a chain; "accepted at position j" then means by any branch.
+    """
+
+    source: str
+    adapter: int = 0
+    nodes: int = 0
+
+
+def families(plan: Plan) -> tuple[Family, Family]:
+    """The families of a plan's rounds: with a draft made for the round, and with one saved by an overlapped round."""
+    if plan.lookup:
+        return Family("lookup"), Family("lookup")
+    nodes = plan.tree_nodes if plan.tree else 0
+    made = Family("loop" if plan.loop else "known", plan.adapter, nodes)
+    return made, Family("hidden", plan.adapter, nodes) if plan.overlap else made
+
+
+class Estimator:
+    """Conditional acceptance of every running request. Host side; a round costs the same however long the text is.
+
+    Args:
+        kinds: families to keep; the chains that trees are judged by are added.
+        priors: per adapter, the acceptance to begin with: one number, or one a position.
+        fade: how a request's counts fade per round.
+        window: rounds that are set against the counts; where they contradict them, the counts begin anew from them.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Family] = (),
+        priors: Sequence[float | Sequence[float]] = (0.7,),
+        fade: float = 0.95,
+        window: int = 6,
+    ):
+        kin = [Family("known", i) for i in range(len(priors))] + [k._replace(nodes=0) for k in kinds] + list(kinds)
+        self.kinds = sorted(set(kin), key=_stage)  # parents first
+        self.index = {k: i for i, k in enumerate(self.kinds)}
+        self.fade, self.window = fade, window
+        self.effect = _Effect()
+        self.own: dict[Hashable, _Own] = {}
+        self._lookup = np.array([k.source == "lookup" for k in self.kinds])
+        f = len(self.kinds)
+        self._start = np.array([_curve(0.3 if k.source == "lookup" else priors[k.adapter]) for k in self.kinds])
+        self.won, self.tried = np.zeros((f, DEPTH)), np.zeros((f, DEPTH))  # fading, over all requests
+        self._sums = np.zeros((f, 3))  # failures, failures that the prior curve expected, trials
+        stages = np.array([_stage(k)[0] for k in self.kinds])
+        self._stages = [np.flatnonzero(stages == s) for s in range(3)]
+        self._parent = np.array([self.index[_parent(k)] for k in self.kinds])
+        self._odds = np.array([{"hidden": 1.6, "loop": 0.9}.get(k.source, 1.0) for k in self.kinds])[:, None]
+        # further candidates catch a share of the failures that grows with the logarithm of the nodes
+        self._catch = np.array([0.04 * np.log2(k.nodes) if k.nodes else 0.0 for k in self.kinds])[:, None]
+        self._curves: tuple[np.ndarray, np.ndarray] | None = None
+
+    def shared(self) -> tuple[np.ndarray, np.ndarray]:
+        """Priors and curves of all families over all requests. [F, DEPTH] each"""
+        if self._curves is None:
+            prior, out = self._start.copy(), np.empty_like(self._start)
+            odds = _odds(*self._sums.T)[:, None]
+            for stage, at in enumerate(self._stages):
+                if stage == 1:
+                    prior[at] = harder(out[self._parent[at]], self._odds[at])
+                if stage == 2:
+                    chain = out[self._parent[at]]
+                    prior[at] = np.clip(chain + (1 - chain) * self._catch[at], LEAST, MOST)
+                level = harder(prior[at], odds[at])
+                out[at] = np.clip((self.won[at] + 24 * level) / (self.tried[at] + 24), LEAST, MOST)
+            self._curves = prior, out
+        return self._curves
+
+    def all(self, keys: Sequence[Hashable], features: np.ndarray | None = None) -> np.ndarray:
+        """Conditional acceptance of each request in every family.
+
+        Args:
+            keys: the requests.
+            features: [n] what is known before the draft and says how hard the text is (the verifier's mean entropy over
+                the last round as in RecGuide, or a negated mean top-2 margin); nan where it is not known.
+
+        Returns:
+            [F, n, DEPTH]
+        """
+        n, (_, shared) = len(keys), self.shared()
+        mine = [self.own.get(k) for k in keys]
+        odds = np.ones((len(self.kinds), n))
+        odds[~self._lookup] = self.effect.factor(features, n) * [1.0 if o is None else o.odds for o in mine]
+        level = harder(shared[:, None], odds[:, :, None])
+        none = np.zeros((2, *self.won.shape))
+        won, tried = np.stack([none if o is None else o.counts for o in mine], 2)
+        return np.clip((won + 16 * level) / (tried + 16), LEAST, MOST)
+
+    def curves(self, keys: Sequence[Hashable], family: Family, features: np.ndarray | None = None) -> np.ndarray:
+        """The same of one family. [n, DEPTH]"""
+        return self.all(keys, features)[self.index[family]]
+
+    def observe(
+        self,
+        keys: Sequence[Hashable],
+        family: Family,
+        offered: Sequence[int],
+        accepted: Sequence[int],
+        features: np.ndarray | None = None,
+    ) -> None:
+        """Book a round.
+
+        Args:
+            keys: the requests.
+            family: kind of draft that was verified.
+            offered: drafts verified (a tree: its depth), per request. A round that ended its text offered no more than
+                it could still take.
+            accepted: drafts accepted, per request.
+            features: as in `all`, what they were before the draft.
+        """
+        f, n = self.index[family], len(keys)
+        priors, shared = self.shared()
+        d, a = np.minimum(offered, DEPTH), np.minimum(accepted, DEPTH)
+        position = np.arange(DEPTH)
+        tried = position < np.minimum(a + 1, d)[:, None]  # [n, DEPTH]
+        won = position < np.minimum(a, d)[:, None]
+        odds = np.ones(n) if self._lookup[f] else self.effect.factor(features, n)
+        failed, trials = (tried & ~won).sum(1), tried.sum(1)
+        expected = (tried * (1 - harder(shared[f], odds[:, None]))).sum(1)
+        surprise = np.zeros(n)
+        for i, sums in enumerate(zip(failed.tolist(), expected.tolist(), trials.tolist(), strict=True)):
+            own = self.own.setdefault(keys[i], _Own(self.fade, self.window, self.won.shape))
+            surprise[i] = own.add(_Round(f, won[i], tried[i], *sums, not self._lookup[f]))
+        if not self._lookup[f]:
+            self.effect.learn(features, surprise)
+        by_prior = float((tried * (1 - priors[f])).sum())
+        self.won[f] = FADE * self.won[f] + won.sum(0)
+        self.tried[f] = FADE * self.tried[f] + tried.sum(0)
+        self._sums[f] = FADE * self._sums[f] + (failed.sum(), by_prior, trials.sum())
+        self._curves = None
+
+    def tau(self, family: Family) -> float:
+        """Tokens that a full round of the family emits, over all requests."""
+        return 1 + float(np.cumprod(self.shared()[1][self.index[family]]).sum())
+
+    def forget(self, key: Hashable) -> None:
+        """A request is gone."""
+        self.own.pop(key, None)
+
+
+def harder(curve: np.ndarray, odds: np.ndarray | float) -> np.ndarray:
+    """A curve whose odds of failing are multiplied."""
+    return curve / (curve + (1 - curve) * odds)
+
+
+def _odds(failed, expected, trials):
+    """How many times the expected odds of failing were seen, shrunk towards 1."""
+    share = (expected + 0.5) / (trials + 1)
+    return (failed + 3 * share) / (trials - failed + 3 * (1 - share)) * (1 - share) / share
+
+
+def _stage(family: Family) -> tuple[int, Family]:
+    return (2 if family.nodes else 1 if family.source in ("hidden", "loop") else 0), family
+
+
+def _parent(family: Family) -> Family:
+    """The kin that a family is judged by until it has been tried."""
+    if family.nodes:
+        return family._replace(nodes=0)
+    return family._replace(source="known") if family.source in ("hidden", "loop") else family
+
+
+class _Round(NamedTuple):
+    """What one round showed of one request: [DEPTH] arrays, and sums with what the shared curve expected."""
+
+    family: int
+    won: np.ndarray
+    tried: np.ndarray
+    failed: float
+    expected: float
+    trials: float
+    drafted: bool  # rather than looked up
+
+
+class _Own:
+    """One request: how hard its text is, and counts [2 (won, tried), F, DEPTH]."""
+
+    def __init__(self, fade: float, window: int, shape: tuple[int, ...]):
+        self.fade, self.recent = fade, deque[_Round](maxlen=window)
+        self.counts = np.zeros((2, *shape))
+        self.failed = self.expected = self.trials = 0.0
+
+    @property
+    def odds(self) -> float:
+        """How many times the shared odds of failing this text has."""
+        return _odds(self.failed, self.expected, self.trials)
+
+    def add(self, seen: _Round) -> float:
+        """Book a round. Returns its failures beyond what was foreseen."""
+        foreseen = _foreseen(seen.expected, seen.trials, self.odds)[0]
+        self.recent.append(seen)
+        self._book(seen)
+        if len(self.recent) == self.recent.maxlen and self._contradicted():
+            self.counts[:] = 0.0
+            self.failed = self.expected = self.trials = 0.0
+            for earlier in self.recent:
+                self._book(earlier)
+        return seen.failed - foreseen
+
+    def _book(self, seen: _Round) -> None:
+        if seen.drafted:
+            self.failed = self.fade * self.failed + seen.failed
+            self.expected = self.fade * self.expected + seen.expected
+            self.trials = self.fade * self.trials + seen.trials
+        self.counts[:, seen.family] *= self.fade
+        self.counts[0, seen.family] += seen.won
+        self.counts[1, seen.family] += seen.tried
+
+    def _contradicted(self) -> bool:
+        """Whether the window failed much more, or less, often than the counts say (2.5 standard deviations)."""
+        failed = expected = trials = 0.0
+        for r in self.recent:
+            if r.drafted:
+                failed, expected, trials = failed + r.failed, expected + r.expected, trials + r.trials
+        foreseen, variance = _foreseen(expected, trials, self.odds)
+        return abs(failed - foreseen) > 2.5 * (variance + 0.5) ** 0.5
+
+
+def _foreseen(expected: float, trials: float, odds: float) -> tuple[float, float]:
+    """Mean and variance of the failures among trials, the expected odds multiplied."""
+    share = expected / trials if trials else 0.0
+    share = share * odds / (1 - share + share * odds)
+    return trials * share, trials * share * (1 - share)
+
+
+class _Effect:
+    """How a feature moves the odds of failing: exp(weight * standardised feature), learnt online over all requests."""
+
+    def __init__(self) -> None:
+        self.weight = self.mean = 0.0
+        self.var, self.seen = 1.0, 0
+
+    def _standard(self, features: np.ndarray | None, n: int) -> np.ndarray:
+        if features is None:
+            return np.zeros(n)
+        z = (np.asarray(features, float) - self.mean) / max(self.var, 1e-12) ** 0.5
+        return np.clip(np.nan_to_num(z, nan=0.0), -3, 3)
+
+    def factor(self, features: np.ndarray | None, n: int) -> np.ndarray:
+        """[n]"""
+        return np.exp(np.clip(self.weight * self._standard(features, n), -1.5, 1.5))
+
+    def learn(self, features: np.ndarray | None, surprise: np.ndarray) -> None:
+        """One step up the likelihood; surprise [n] is failures minus what was expected."""
+        if features is None or np.isnan(features).all():
+            return
+        self.weight += 0.05 * float(np.mean(self._standard(features, len(surprise)) * surprise))
+        self.seen += 1
+        rate = max(1 / self.seen, 0.01)
+        known = np.asarray(features, float)[~np.isnan(features)]
+        self.var += rate * (float(np.mean((known - self.mean) ** 2)) - self.var)
+        self.mean += rate * (float(known.mean()) - self.mean)
+
+
+def _curve(value: float | Sequence[float]) -> np.ndarray:
+    """[DEPTH], the last value going on."""
+    given = np.atleast_1d(np.asarray(value, float))[:DEPTH]
+    return np.clip(np.concatenate([given, np.full(DEPTH - len(given), given[-1])]), LEAST, MOST)

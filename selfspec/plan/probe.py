@@ -1,0 +1,96 @@
+"""Trying what is not in use: rarely, within a share of the time, and less often each time that it does not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from selfspec.plan import Plan
+from selfspec.plan.estimate import Family, families, harder
+
+if TYPE_CHECKING:
+    from selfspec.plan.planner import Planner
+
+FIRST, LAST = 32, 2048  # rounds to wait after a first probe, and at most
+
+
+class Probe:
+    """Decides when a family of drafts that is not in use gets a round.
+
+    It does when the best that can be hoped of it would beat what is in use: its estimate, the odds of failing lowered
+    by how little, and how long ago, it was tried. Where even that would not win, as with drafts that cost more than
+    all of them are worth, nothing is ever probed.
+
+    Args:
+        share: of the time that may go into probes.
+    """
+
+    def __init__(self, share: float = 0.02):
+        self.share = share
+        self.spent = self.total = 0.0  # milliseconds
+        self.round = 0
+        self.looked = 0
+        self.waits: dict[Family, int] = {}
+        self.due: dict[Family, int] = {}
+        self.last: dict[Family, int] = {}  # round in which a family ran last
+        self.running: list[int] = []  # plans still to run
+        self._marked: Plan | None = None
+
+    def next(self, planner: Planner, n: int, context: float) -> int | None:
+        """The plan to probe now, or None."""
+        if self.running:
+            return self._marked_as(planner, self.running.pop(0))
+        if not self.share or not planner.rate or self.spent > self.share * self.total or self.round < self.looked + 8:
+            return None
+        self.looked = self.round
+        for _, k, family, ms in sorted(self._hopes(planner, n, context), reverse=True):
+            length = 2 if planner.plans[k].overlap else 1  # what an overlap saves is verified a round later
+            if self.spent + length * ms > self.share * (self.total + length * ms):
+                continue
+            self.waits[family] = min(2 * self.waits.get(family, FIRST // 2), LAST)
+            self.due[family] = self.round + self.waits[family]
+            self.running = [k] * (length - 1)
+            return self._marked_as(planner, k)
+        return None
+
+    def _hopes(self, planner: Planner, n: int, context: float) -> list[tuple[float, int, Family, float]]:
+        """(tokens per ms at best, plan, family, ms) of every family whose turn it could be and that may win."""
+        estimator, values = planner.estimator, planner.values
+        age = self.round - np.array([self.last.get(f, 0) for f in estimator.kinds])
+        tried = estimator.tried[:, 0] * 0.998**age
+        curves = harder(estimator.shared()[1], np.exp(-1.5 / (1 + tried / 4) ** 0.5)[:, None])  # [F, DEPTH]
+        many = np.full(1, 1 << 30)
+        tokens, hit = values.tokens(curves.cumprod(1)[:, None], many, many)
+        ms = values.ms(n, context, hit)[:, n] * planner.pace.factors(n)  # [K]
+        hope = n * tokens[0] / ms
+        used = {f for k in planner.current for f in families(planner.plans[k])}
+        found: dict[Family, tuple[float, int, Family, float]] = {}
+        for k in np.argsort(-hope).tolist():
+            if hope[k] <= planner.rate:
+                break
+            family = families(planner.plans[k])[1]
+            if family not in used and planner.plans[k].nodes > 1 and self.round >= self.due.get(family, 0):
+                found.setdefault(family, (float(hope[k]), k, family, float(ms[k])))
+        return list(found.values())
+
+    def _marked_as(self, planner: Planner, k: int) -> int:
+        self._marked = planner.plans[k]
+        return k
+
+    def used(self, in_use: Iterable[Family]) -> None:
+        """Plans were chosen: their families' back-off ends."""
+        for f in in_use:
+            self.waits.pop(f, None)
+            self.due.pop(f, None)
+
+    def observe(self, plan: Plan, ms: float) -> None:
+        """Book a round."""
+        self.round += 1
+        self.total += ms
+        for f in families(plan):
+            self.last[f] = self.round
+        if plan == self._marked:
+            self.spent += ms
+            self._marked = None

@@ -1,0 +1,237 @@
+"""Policies without a GPU: a latency table and recorded acceptance stand for the model.
+
+A simulated round costs what `Costs.round` says and emits what the trace accepted at that place of the answer. Where a
+trace was recorded in the mode that is simulated, the rounds are the recorded ones, one by one; only time is predicted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from selfspec.plan import Plan
+from selfspec.plan.cost import Costs
+from selfspec.plan.estimate import DEPTH, Family, families
+from selfspec.plan.planner import Assignment, Policy, View
+from selfspec.stats import Stats
+
+CHUNK = 512  # prompt positions of a prefill forward
+
+
+@dataclass(eq=False)
+class Trace:
+    """One prompt's acceptance.
+
+    Attributes:
+        prompt: tokens of it.
+        tokens: tokens of the answer after the first, which the prefill gives.
+        accepted: per family, [tokens] drafts that a round accepts which starts with so many tokens emitted.
+    """
+
+    prompt: int
+    tokens: int
+    accepted: dict[Family, np.ndarray]
+
+    def at(self, family: Family, position: int) -> int:
+        """Drafts accepted by a round of a full block.
+
+        Raises:
+            ValueError: nothing was recorded for the family.
+        """
+        if family not in self.accepted:
+            known = ", ".join(map(str, self.accepted))
+            raise ValueError(f"the trace knows {known or 'nothing'}, not {family}: record it in that mode")
+        return int(self.accepted[family][position])
+
+    def ends(self, family: Family, depth: int) -> np.ndarray:
+        """How often a round accepted exactly 0..depth drafts. [depth + 1]"""
+        runs = np.minimum(self.accepted[family], depth)
+        return np.bincount(runs, minlength=depth + 1) / max(len(runs), 1)
+
+
+class Recorder:
+    """Collects traces from real rounds: call `note` for every round, then `traces`."""
+
+    def __init__(self) -> None:
+        self._prompt: dict[Hashable, int] = {}
+        self._rounds: dict[Hashable, list[tuple[Family, int, int]]] = {}
+
+    def note(self, assignment: Assignment, before: Sequence[int], emitted: Sequence[int]) -> None:
+        """Book a round.
+
+        Args:
+            assignment: that ran.
+            before: tokens that each request's rounds had emitted until then (the prefill's token not among them).
+            emitted: tokens that it emitted, bonus included.
+        """
+        made, saved = families(assignment.plan)
+        for v, position, tokens in zip(assignment.views, before, emitted, strict=True):
+            self._prompt.setdefault(v.key, v.context - position)
+            rounds = self._rounds.setdefault(v.key, [])
+            rounds.append((saved if v.saved else made, position, tokens))
+
+    def traces(self) -> list[Trace]:
+        """One a request. A place where no round started takes what the round before it accepted."""
+        out = []
+        for key, rounds in self._rounds.items():
+            total = max(position + tokens for _, position, tokens in rounds)
+            accepted = {}
+            for family in {f for f, *_ in rounds}:
+                runs = sorted((p, max(t - 1, 0)) for f, p, t in rounds if f == family)
+                starts = np.array([p for p, _ in runs])
+                at = np.maximum(np.searchsorted(starts, np.arange(total), side="right") - 1, 0)
+                accepted[family] = np.array([a for _, a in runs])[at]
+            out.append(Trace(self._prompt[key], total, accepted))
+        return out
+
+
+def of_stats(stats: Stats, family: Family, tokens: int, prompt: int = 0, seed: int = 0) -> Trace:
+    """A trace whose rounds are drawn from the accepted lengths that a run counted."""
+    runs = np.repeat(*np.array(sorted(stats.accepted.items())).T) - 1
+    drawn = np.random.default_rng(seed).choice(np.maximum(runs, 0), tokens)
+    return Trace(prompt, tokens, {family: drawn})
+
+
+def bernoulli(
+    rates: dict[Family, float | Sequence[float]], tokens: int, prompt: int = 0, seed: int | np.random.Generator = 0
+) -> Trace:
+    """A trace whose positions are accepted independently.
+
+    Args:
+        rates: conditional acceptance per family, one number or one a position, the last going on.
+        tokens: of the answer.
+        prompt: tokens of it.
+        seed: of the draws. Families share them: a text that is hard for one drafter is hard for the others.
+    """
+    draws = np.random.default_rng(seed).random((tokens, DEPTH))
+    accepted = {}
+    for family, rate in rates.items():
+        given = np.atleast_1d(np.asarray(rate, float))
+        curve = np.append(given, np.full(max(DEPTH - len(given), 0), given[-1]))[:DEPTH]
+        accepted[family] = np.cumprod(draws < curve, 1).sum(1)
+    return Trace(prompt, tokens, accepted)
+
+
+@dataclass
+class Outcome:
+    """What a policy did.
+
+    Attributes:
+        tokens: emitted by verification, over all requests.
+        ms: of rounds.
+        prefill_ms: of prefills.
+        rounds: of requests (a round of n requests counts n).
+        accepted: how many of those emitted k tokens.
+        plans: milliseconds per plan.
+        latency: of each request, in the order in which they ended, from its admission on; milliseconds.
+    """
+
+    tokens: int = 0
+    ms: float = 0.0
+    prefill_ms: float = 0.0
+    rounds: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)
+    plans: Counter[Plan] = field(default_factory=Counter)
+    latency: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond of decoding."""
+        return self.tokens / self.ms if self.ms else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens per round."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+
+@dataclass(eq=False)
+class _Running:
+    trace: Trace
+    key: int
+    admitted: float
+    emitted: int = 0
+    saved: bool = False
+
+    @property
+    def left(self) -> int:
+        return self.trace.tokens - self.emitted
+
+    def view(self) -> View:
+        return View(self.key, self.trace.prompt + self.emitted, self.left, self.saved)
+
+
+def simulate(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int = 1, noise: float = 0.0) -> Outcome:
+    """Run a queue of requests through a number of slots, all there from the start.
+
+    Args:
+        policy: `Fixed` or `Planner`; what it believes of costs may differ from `costs`.
+        costs: what rounds take here.
+        traces: the requests, in the order of the queue.
+        slots: requests at a time.
+        noise: standard deviation of the logarithm of a round's time.
+
+    Raises:
+        ValueError: the policy left a request out or gave it two plans, or a trace lacks a family that it chose.
+    """
+    out, clock, rng = Outcome(), 0.0, np.random.default_rng(0)
+    queue = deque(_Running(t, i, 0.0) for i, t in enumerate(traces) if t.tokens > 0)
+    active: list[_Running] = []
+    while queue or active:
+        joining = [queue.popleft() for _ in range(min(slots - len(active), len(queue)))]
+        if joining:
+            spent = _prefill(costs, [r.trace.prompt for r in joining])
+            clock, out.prefill_ms = clock + spent, out.prefill_ms + spent
+            for r in joining:
+                r.admitted = clock
+            active += joining
+        by_key = {r.key: r for r in active}
+        assignments = policy.round([r.view() for r in active])
+        if sorted(k for a in assignments for k in a.keys) != sorted(by_key):
+            raise ValueError("a policy has to give every running request one plan")
+        for a in assignments:
+            ms = costs.round(a.plan, len(a.views), a.context, sum(not v.saved for v in a.views))
+            ms *= float(np.exp(noise * rng.standard_normal())) if noise else 1.0
+            clock, out.ms = clock + ms, out.ms + ms
+            out.plans[a.plan] += ms
+            group = [by_key[v.key] for v in a.views]
+            emitted = [_step(r, a.plan, room) for r, room in zip(group, a.offered, strict=True)]
+            out.tokens, out.rounds = out.tokens + sum(emitted), out.rounds + len(emitted)
+            out.accepted.update(emitted)
+            policy.observe(a, emitted, ms / 1e3, [not r.left for r in group], [r.saved for r in group])
+        for r in [r for r in active if not r.left]:
+            out.latency.append(clock - r.admitted)
+            policy.forget(r.key)
+            active.remove(r)
+    return out
+
+
+def _step(r: _Running, plan: Plan, room: int) -> int:
+    """One request's part of a round. Returns the tokens that it emits."""
+    made, saved = families(plan)
+    family, accepted = saved if r.saved else made, 0
+    if room:
+        accepted = min(r.trace.at(family, r.emitted), room)
+    r.emitted += accepted + 1
+    r.saved = plan.overlap and r.left > 0 and _kept(r.trace, plan, accepted)
+    return accepted + 1
+
+
+def _kept(trace: Trace, plan: Plan, accepted: int) -> bool:
+    """Whether a group was kept for a run of this length: the likeliest runs of the trace have one."""
+    if plan.groups is None:
+        return True
+    likely = np.argsort(-trace.ends(families(plan)[1], plan.block_size - 1), kind="stable")
+    return accepted in likely[: plan.groups]
+
+
+def _prefill(costs: Costs, prompts: list[int]) -> float:
+    """Milliseconds of prefilling prompts together, chunk by chunk."""
+    spent = 0.0
+    for done in range(0, max(prompts), CHUNK):
+        rows = min(CHUNK, max(prompts) - done)
+        spent += float(costs.table.time("clean", rows, sum(p > done for p in prompts), done))
+    return spent

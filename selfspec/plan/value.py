@@ -1,0 +1,101 @@
+"""Expected tokens and milliseconds of every plan of a menu at once: a planner has microseconds, not milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from selfspec.plan import Plan
+from selfspec.plan.cost import STEP, Costs
+from selfspec.plan.estimate import DEPTH, Family, families
+
+POSITION = np.arange(DEPTH)
+
+
+class Values:
+    """A menu's plans as arrays.
+
+    Args:
+        plans: K plans.
+        index: of every family, in what gives survival.
+        costs: of rounds.
+    """
+
+    def __init__(self, plans: Sequence[Plan], index: dict[Family, int], costs: Costs):
+        self.plans, self.costs = list(plans), costs
+        pairs = [families(p) for p in plans]
+        self.made = np.array([index[m] for m, _ in pairs])
+        self.saved = np.array([index[s] for _, s in pairs])
+        self.depth = np.array([(p.block_size if p.tree else p.nodes) - 1 for p in plans])
+        self.lookup = np.array([p.lookup for p in plans])
+        self.overlaps = np.flatnonzero([p.overlap for p in plans])
+        self.groups = np.array([min(plans[k].groups or DEPTH + 1, DEPTH + 1) for k in self.overlaps], int)
+        self.every = np.array([plans[k].groups is None for k in self.overlaps], bool)
+        self.hits = np.zeros((2, len(plans)))  # hits and tries of overlaps, fading
+        self._parts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def tokens(self, survival: np.ndarray, left: np.ndarray, offers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What a round emits, and how often an overlap finds a draft saved.
+
+        Args:
+            survival: [F, n, DEPTH] the chance that draft j and all before it are accepted.
+            left: [n] tokens that may still be emitted.
+            offers: [n] drafts that lookup has.
+
+        Returns:
+            [n, K] tokens, and the mean chance of a saved draft [K].
+        """
+        n, at = len(left), np.arange(len(left))
+        room = np.minimum(self.depth[:, None], left - 1)  # [K, n]
+        room[self.lookup] = np.minimum(room[self.lookup], offers)
+        upto = np.ones((len(survival), n, DEPTH + 1))
+        upto[:, :, 1:] += survival.cumsum(2)
+        tokens, hit = upto[self.made[:, None], at, room], np.zeros(len(self.plans))
+        if len(self.overlaps):
+            chance = self.kept(survival)
+            o = self.overlaps
+            tokens[o] += chance * (upto[self.saved[o][:, None], at, room[o]] - tokens[o])
+            hit[o] = chance.mean(1)
+        return tokens.T, hit
+
+    def kept(self, survival: np.ndarray) -> np.ndarray:
+        """The chance that a kept group is the one that comes true, for every overlap. [F, n, DEPTH] -> [O, n]
+
+        Groups hang where the run most probably ends: P(exactly k) = survival(k) - survival(k + 1).
+        """
+        o = self.overlaps
+        runs = survival[self.saved[o]] * (self.depth[o, None, None] > POSITION)  # [O, n, DEPTH]
+        edge = np.ones((len(o), runs.shape[1], 1))
+        ends = np.concatenate([edge, runs], 2) - np.concatenate([runs, 0 * edge], 2)
+        most = np.sort(ends, 2)[:, :, ::-1].cumsum(2)  # [O, n, DEPTH + 1]
+        chance = np.take_along_axis(most, self.groups[:, None, None] - 1, 2)[:, :, 0]
+        hits, tries = self.hits[:, o, None]
+        return np.where(self.every[:, None], 1.0, (10 * chance + hits) / (10 + tries))
+
+    def ms(self, n: int, context: float, hit: np.ndarray) -> np.ndarray:
+        """Expected milliseconds of a round of 0..n requests. [K, n + 1]
+
+        Those of an overlap that come without a saved draft are drafted for first.
+        """
+        verify, draft = self._costs(n, context)
+        out = verify + draft
+        o, m = self.overlaps, np.arange(n + 1)
+        if len(o):
+            miss = 1 - hit[o, None]
+            late = np.take_along_axis(draft[o], np.ceil(m * miss).astype(int), 1)
+            out[o] = verify[o] + late * (1 - (1 - miss) ** m)
+        return out
+
+    def _costs(self, n: int, context: float) -> tuple[np.ndarray, np.ndarray]:
+        key = n, -(-int(context) // STEP)
+        if key not in self._parts:
+            if len(self._parts) > 64:  # contexts grow: those behind are not asked for again
+                self._parts.clear()
+            parts = [self.costs.parts(p, n, context) for p in self.plans]
+            self._parts[key] = np.stack([v for v, _ in parts]), np.stack([d for _, d in parts])
+        return self._parts[key]
+
+    def saw(self, k: int, hits: int, tries: int) -> None:
+        """Book how many requests an overlapped round left a draft."""
+        self.hits[:, k] = 0.98 * self.hits[:, k] + (hits, tries)

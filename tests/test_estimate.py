@@ -1,0 +1,149 @@
+import numpy as np
+import pytest
+
+from selfspec.plan import Plan
+from selfspec.plan.estimate import DEPTH, Estimator, Family, families
+
+KNOWN, HIDDEN = Family("known"), Family("hidden")
+KINDS = [KNOWN, HIDDEN, Family("loop"), Family("lookup"), Family("known", 0, 64)]
+
+
+def accepted(rng, rates, offered):
+    """Drafts accepted by a chain of independent trials."""
+    for j in range(offered):
+        if rng.random() >= rates[min(j, len(rates) - 1)]:
+            return j
+    return offered
+
+
+def tau(curve, offered=DEPTH):
+    return 1 + float(np.cumprod(curve[:offered]).sum())
+
+
+def feed(estimator, rng, rates, rounds, key="a", offered=15, family=KNOWN):
+    """Run rounds. Returns the curve after each, and what it really accepted."""
+    seen, real = [], []
+    for _ in range(rounds):
+        real.append(accepted(rng, rates, offered))
+        estimator.observe([key], family, [offered], real[-1:])
+        seen.append(estimator.curves([key], family)[0])
+    return seen, real
+
+
+@pytest.mark.parametrize("rates", [[0.9], [0.5], [0.2], [0.95, 0.9, 0.8, 0.7], [0.6, 0.8, 0.9]])
+@pytest.mark.parametrize("prior", [0.3, 0.9])
+def test_it_converges_to_the_true_rates(rates, prior):
+    rng = np.random.default_rng(0)
+    seen, real = feed(estimator := Estimator(KINDS, [prior]), rng, rates, 600)
+    late = np.mean(seen[200:], 0)
+    for j in range(4):
+        if np.mean(np.array(real) >= j) > 0.3:  # deeper positions are seldom tried
+            assert late[j] == pytest.approx(rates[min(j, len(rates) - 1)], abs=0.05)
+    assert np.mean([tau(c) for c in seen[200:]]) == pytest.approx(1 + np.mean(real[200:]), rel=0.1)
+    assert estimator.tau(KNOWN) == pytest.approx(1 + np.mean(real[-50:]), rel=0.15)
+
+
+@pytest.mark.parametrize("before, after", [(0.9, 0.3), (0.3, 0.9), (0.8, 0.02), (0.02, 0.8)])
+def test_it_tracks_a_change_within_ten_rounds(before, after):
+    closed = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        estimator = Estimator(KINDS)
+        feed(estimator, rng, [before], 100)
+        start = tau(estimator.curves(["a"], KNOWN)[0])
+        seen, _ = feed(estimator, rng, [after], 10)
+        closed.append((start - tau(seen[-1])) / (start - tau([after] * DEPTH)))
+    assert np.median(closed) > 0.6  # of the way
+
+
+def test_it_is_steady_where_nothing_changes():
+    rng = np.random.default_rng(1)
+    estimator = Estimator(KINDS)
+    feed(estimator, rng, [0.8], 50)
+    taus = [tau(c) for c in feed(estimator, rng, [0.8], 400)[0]]
+    naive = np.std([1 + accepted(rng, [0.8], 15) for _ in range(400)])
+    assert np.std(taus) < 0.3 * naive
+
+
+def test_a_new_request_starts_from_the_others():
+    rng = np.random.default_rng(2)
+    estimator = Estimator(KINDS, [0.9])
+    for i in range(30):
+        feed(estimator, rng, [0.3], 10, key=i)
+    assert tau(estimator.curves(["new"], KNOWN)[0]) == pytest.approx(tau([0.3] * DEPTH), rel=0.15)
+
+
+def test_one_request_may_be_harder_than_its_neighbours():
+    rng = np.random.default_rng(3)
+    estimator, keys, rates = Estimator(KINDS), list(range(8)), [0.9] * 7 + [0.1]
+    for _ in range(20):
+        estimator.observe(keys, KNOWN, [15] * 8, [accepted(rng, [r], 15) for r in rates])
+    taus = [tau(c) for c in estimator.curves(keys, KNOWN)]
+    assert taus[-1] < 2 and min(taus[:-1]) > 3.5
+
+
+def test_what_is_hard_in_one_mode_is_hard_in_its_kin():
+    rng = np.random.default_rng(4)
+    estimator = Estimator(KINDS)
+    hidden, tree = tau(estimator.curves(["a"], HIDDEN)[0]), tau(estimator.curves(["a"], Family("known", 0, 64))[0])
+    known = tau(estimator.curves(["a"], KNOWN)[0])
+    assert hidden < known < tree
+    feed(estimator, rng, [0.1], 20)
+    assert tau(estimator.curves(["a"], HIDDEN)[0]) < 0.8 * hidden
+    assert tau(estimator.curves(["a"], Family("known", 0, 64))[0]) < 0.8 * tree
+    lookup = estimator.curves(["a"], Family("lookup"))[0]
+    assert np.allclose(lookup, 0.3)  # the adapter's failures say nothing about copying
+
+
+def test_a_cut_block_does_not_look_like_a_failure():
+    estimator = Estimator(KINDS, [0.5])
+    for _ in range(50):
+        estimator.observe(["a"], KNOWN, [3], [3])  # everything that was offered
+    curve = estimator.curves(["a"], KNOWN)[0]
+    assert (curve[:3] > 0.85).all()
+    for _ in range(20):
+        estimator.observe(["a"], KNOWN, [0], [0])  # plain decoding teaches nothing
+    assert np.allclose(estimator.curves(["a"], KNOWN)[0][:3], curve[:3], atol=0.05)
+
+
+def test_a_feature_that_tells_hard_rounds_is_learnt():
+    rng = np.random.default_rng(5)
+    estimator = Estimator(KINDS)
+    for _ in range(600):
+        hard = rng.random() < 0.5
+        feature = np.array([2.0 if hard else 0.5])
+        estimator.observe(["a"], KNOWN, [15], [accepted(rng, [0.4 if hard else 0.9], 15)], feature)
+    easy, hard = (tau(estimator.curves(["a"], KNOWN, np.array([f]))[0]) for f in (0.5, 2.0))
+    unknown = tau(estimator.curves(["a"], KNOWN, np.array([np.nan]))[0])
+    assert easy > 1.5 * hard and hard < unknown < easy
+    plain = Estimator(KINDS)
+    for _ in range(300):
+        noise = np.array([rng.normal()])
+        plain.observe(["a"], KNOWN, [15], [accepted(rng, [0.7], 15)], noise)
+    assert abs(plain.effect.weight) < 0.15
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_history_breaks_it(seed):
+    rng = np.random.default_rng(seed)
+    kinds = [KNOWN, HIDDEN, Family("loop", 1), Family("lookup"), Family("known", 1, 256)]
+    estimator = Estimator(kinds, [0.999, [0.0, 1.0]])
+    for _ in range(300):
+        n = int(rng.integers(1, 4))
+        offered = rng.integers(0, 40, n)
+        feature = rng.choice([np.nan, 0.0, 1e9, -1e9], n)
+        estimator.observe(list(range(n)), kinds[rng.integers(5)], offered, rng.integers(0, offered + 1), feature)
+    for kind in kinds:
+        curves = estimator.curves([0, 1, 2, "new"], kind, np.array([np.nan, 1e9, -1e9, 0]))
+        assert curves.shape == (4, DEPTH) and (curves > 0).all() and (curves < 1).all()
+    for key in range(4):
+        estimator.forget(key)
+    assert not estimator.own
+
+
+def test_plans_share_a_family_whatever_their_block():
+    assert families(Plan("sequential", 4)) == families(Plan("sequential", 16)) == (KNOWN, KNOWN)
+    assert families(Plan("overlap", 8, groups=2)) == (KNOWN, HIDDEN)
+    assert families(Plan("overlap+tree", 16, 32)) == (Family("known", 0, 32), Family("hidden", 0, 32))
+    assert families(Plan("lookup", 8))[0] == Family("lookup")
+    assert families(Plan("loop", 8, adapter=1))[0] == Family("loop", 1)

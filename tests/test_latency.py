@@ -1,0 +1,197 @@
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from selfspec.backbone import Backbone
+from selfspec.plan.latency import Latency, measure
+from selfspec.plan.surface import Surface
+from selfspec.plan.table import LatencyTable, setting, stored_at
+from selfspec.plan.tabulate import Sizes, at_load, shapes, stored, table_for, tabulate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def point(kind, n, r, ms, context=512, entry=0, drafts=0, graph=False):
+    return Latency(kind, n, r, entry, context, graph, ms, ms, ms, drafts)
+
+
+def law(n, r, c):
+    """A forward of some imaginary machine: fixed cost, rows, reading of the cache."""
+    return 1.0 + 0.01 * n * r + 1e-5 * n * c
+
+
+CELLS = {(n, r, c): law(n, r, c) for n in (1, 4, 16) for r in (1, 16, 64) for c in (512, 2048)}
+
+
+def test_measured_cells_come_back_and_the_law_between_them():
+    surface = Surface(CELLS)
+    for cell, ms in CELLS.items():
+        assert surface(*cell) == pytest.approx(ms) and surface.how(*cell) == "measured"
+    assert surface(1, 40, 512) == pytest.approx(law(1, 40, 512)) and surface.how(1, 40, 512) == "between"
+    assert surface(4, 16, 1000) == pytest.approx(law(4, 16, 1000))
+    assert np.allclose(surface(np.array([1, 4, 10]), 16, 512), [law(n, 16, 512) for n in (1, 4, 10)])
+
+
+def test_a_graph_costs_what_its_bucket_costs():
+    surface = Surface(CELLS, steps=True)
+    assert surface(1, 17, 512) == surface(1, 64, 512) == pytest.approx(law(1, 64, 512))
+    assert surface(5, 1, 512) == pytest.approx(law(16, 1, 512)) and surface(1, 1, 512) == pytest.approx(law(1, 1, 512))
+
+
+def test_noise_cannot_make_a_smaller_forward_dearer():
+    rng = random.Random(0)
+    cells = {k: ms + rng.expovariate(2) for k, ms in CELLS.items()}
+    surface = Surface(cells)
+    sizes = [(n, r, c) for n in (1, 2, 4, 9, 16) for r in (1, 5, 16, 50, 64) for c in (512, 900, 2048)]
+    for a in sizes:
+        assert surface(*a) <= max(cells.values())
+        for b in sizes:
+            if all(x <= y for x, y in zip(a, b, strict=True)):
+                assert surface(*a) <= surface(*b) + 1e-9
+
+
+def test_beyond_what_was_measured_nothing_is_free():
+    surface = Surface(CELLS)
+    assert surface.how(1, 128, 512) == "beyond" and surface(1, 128, 512) == pytest.approx(2 * surface(1, 64, 512))
+    assert surface(32, 16, 512) == pytest.approx(2 * surface(16, 16, 512))
+    assert surface(16, 1, 8192) == pytest.approx(law(16, 1, 8192))  # reading the cache goes on as it was measured
+
+
+def test_a_cell_that_nobody_measured_is_completed():
+    some = {k: v for k, v in CELLS.items() if k not in ((16, 64, 512), (16, 64, 2048), (4, 16, 2048), (16, 16, 2048))}
+    surface = Surface(some)
+    # 64 rows at a time were measured, so 4 x 16 rows are known up to how rows are split over requests
+    assert surface(4, 16, 2048) == pytest.approx(law(4, 16, 2048), rel=0.01)
+    # 1,024 rows were not: in proportion to the most that were (256), an upper bound
+    assert law(16, 64, 512) <= surface(16, 64, 512) <= 4 * law(4, 64, 512) + 1e-9
+
+
+def table(*extra):
+    clean = [point("clean", n, r, law(n, r, c), c) for n, r, c in CELLS]
+    return LatencyTable((*clean, *extra), n_layers=30)
+
+
+def test_late_entries_are_derived_until_they_are_measured():
+    plain = table()
+    assert plain.time("draft", 16, entry=20) == pytest.approx(law(1, 16, 512) / 3)
+    assert plain.how("draft", 16, 1, 512, 20) == "derived"
+    both = table(point("draft", 1, 16, 3.0, entry=0), point("draft", 1, 16, 1.2, entry=20))
+    assert both.time("draft", 16, entry=20) == 1.2 and both.how("draft", 16, 1, 512, 20) == "measured"
+    assert both.time("draft", 16, entry=10) == pytest.approx((3.0 + 1.2) / 2)
+    assert both.time("draft", 16, entry=25) == pytest.approx(1.2 / 2)
+
+
+def test_an_overlap_pays_for_its_draft_rows_from_the_entry_on():
+    derived = law(1, 16, 512) * 2 / 3 + law(1, 48, 512) / 3
+    assert table().time("overlap", 16, entry=20, drafts=32) == pytest.approx(derived)
+    dearer = table(point("overlap", 1, 16, 1.5 * derived, entry=20, drafts=32))
+    assert dearer.time("overlap", 16, entry=20, drafts=32) == pytest.approx(1.5 * derived)
+    cheaper = table(point("overlap", 1, 16, 0.1, entry=20, drafts=32))  # noise: it holds a whole verify
+    assert cheaper.time("overlap", 16, entry=20, drafts=32) == pytest.approx(law(1, 16, 512))
+
+
+def test_a_table_survives_its_file(tmp_path):
+    before = table(point("draft", 1, 16, 1.0, entry=3), point("overlap", 1, 16, 2.0, entry=3, drafts=32))
+    before.save(tmp_path / "deep" / "t.json")
+    assert LatencyTable.load(tmp_path / "deep" / "t.json") == before
+    assert [f.name for f in (tmp_path / "deep").iterdir()] == ["t.json"]
+    for damage in ("{", "[]", json.dumps({"format": 0}), json.dumps({"format": 1, "points": [], "n_layers": 1})):
+        (tmp_path / "bad.json").write_text(damage)
+        with pytest.raises(ValueError, match="measure it again"):
+            LatencyTable.load(tmp_path / "bad.json")
+
+
+def test_newer_points_replace_older_ones():
+    merged = table().merged((point("clean", 1, 1, 9.0), point("clean", 1, 2, 7.0)))
+    assert merged.time("clean", 1) <= 9 and len(merged.points) == len(CELLS) + 1
+
+
+@pytest.fixture(scope="module")
+def body():
+    model = tiny.model_of("Llama", torch.float32)
+    return Backbone(model, tiny.path_of(model, entry=2))
+
+
+def test_the_coarse_points_come_first(body):
+    order = shapes(body, Sizes((1, 2, 4, 8, 16), (1, 2, 4), (16, 32)))
+    first = {(s.kind, s.requests, s.rows, s.context) for s in order[:8]}
+    assert ("clean", 1, 1, 16) in first and ("clean", 1, 16, 16) in first and ("draft", 1, 4, 16) in first
+    assert order[0].rows == 1 and len(order) == len(set(order))
+    assert {s.kind for s in order} == {"clean", "draft", "overlap"}
+    assert all(s.context < tiny.POSITIONS for s in shapes(body, Sizes()))  # no more than the model has positions
+
+
+def fake(clock, per_row=0.01):
+    """Measures by the law, and takes its time on a clock of its own."""
+
+    def measured(backbone, kind, n, r, context, graph, drafts, seconds):
+        entry = backbone.path.entry if kind != "clean" else 0
+        ms = 1.0 + per_row * n * (r + drafts)
+        clock[0] += 4 * ms / 1e3
+        return point(kind, n, r, ms, context, entry, drafts)
+
+    return measured
+
+
+def test_a_budget_is_kept_and_spent(body):
+    sizes = Sizes((1, 4, 16, 64), (1, 8, 64), (16,))
+    whole = len(shapes(body, sizes))
+    for seconds in (0.02, 0.05, 0.2):
+        clock = [0.0]
+        found = tabulate(body, sizes, seconds, False, None, measured=fake(clock, 0.2), clock=lambda c=clock: c[0])
+        assert clock[0] <= seconds or len(found.points) == 1
+        assert len(found.points) < whole and clock[0] > 0.5 * seconds
+    clock = [0.0]
+    assert len(tabulate(body, sizes, None, False, measured=fake(clock), clock=lambda: clock[0]).points) == whole
+
+
+def test_a_later_run_completes_an_earlier_one(body):
+    clock, seen = [0.0], []
+    some = tabulate(body, Sizes((1, 4), (1,), (16,)), None, False, measured=fake(clock))
+    more = tabulate(body, Sizes((1, 4, 8), (1,), (16,)), None, False, some, seen.append, fake(clock))
+    assert [(p.kind, p.rows) for p in seen] == [("clean", 8)] and len(more.points) == len(some.points) + 1
+
+
+@pytest.mark.parametrize("kind, drafts", [("clean", 0), ("draft", 0), ("overlap", 8)])
+def test_a_real_forward_is_timed(body, kind, drafts):
+    found = measure(body, kind, 2, 4, 16, repeats=3, drafts=drafts)
+    assert 0 < found.low <= found.ms <= found.high and found.entry == (0 if kind == "clean" else 2)
+
+
+def test_a_path_with_features_is_timed_too():
+    model = tiny.model_of("Llama", torch.float32)
+    found = measure(Backbone(model, tiny.path_of(model, taps=(1, 4))), "draft", 1, 4, 16, repeats=3)
+    assert found.ms > 0
+
+
+def test_the_table_is_stored_per_machine_and_shape(body, tmp_path, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    assert stored(body) is None
+    first = table_for(body, 2, 16, seconds=0.5)
+    assert first.covers(2) and stored(body) == first and first.setting["dtype"] == "float32"
+    assert table_for(body, 2, 16, seconds=0.5) == first  # read, not measured again
+    assert not first.covers(3)
+    other = Backbone(tiny.model_of("Llama", torch.float64))
+    assert stored(other) is None and stored_at(setting(other, False)) != stored_at(setting(body, False))
+    file = stored_at(setting(body, False))
+    file.write_text("damaged")
+    assert stored(body) is None and table_for(body, 1, 16, seconds=0.5).covers(1)
+    threads = {**setting(body, False), "threads": 99}
+    assert stored_at(threads) != file
+
+
+def test_the_weights_values_do_not_matter(body):
+    again = Backbone(tiny.build("Llama", torch.float32, seed=5), body.path)
+    assert setting(again, False) == setting(body, False)
+    assert setting(body, True) != setting(body, False)
+
+
+def test_at_load_a_few_shapes_do():
+    sizes = at_load(128)
+    assert sizes.requests == (1, 4, 16, 64, 128) and at_load(1).requests == (1,) and at_load(64).requests[-1] == 64
+    assert len(dataclasses.astuple(sizes)[0]) <= 6

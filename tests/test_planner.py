@@ -1,0 +1,300 @@
+from itertools import product
+
+import numpy as np
+import pytest
+
+from selfspec.adapters import MaskPathConfig
+from selfspec.plan import Plan, menu
+from selfspec.plan.cost import Costs, Pace
+from selfspec.plan.estimate import Family, harder
+from selfspec.plan.latency import Latency
+from selfspec.plan.planner import Assignment, Fixed, Planner, View
+from selfspec.plan.simulate import Outcome, Trace, bernoulli, of_stats, simulate
+from selfspec.plan.table import LatencyTable
+from selfspec.stats import Stats
+
+AR = Plan("ar", 1)
+CHAINS = [AR, *(Plan("sequential", b) for b in (2, 4, 8, 16))]
+LAYERS = 30
+
+
+def costs(per_row, entry=0, fixed=1.0, requests=(1, 4, 16, 64, 512)):
+    """A machine whose forwards cost `fixed` plus so much a row."""
+    points = []
+    for n, r in product(requests, (1, 2, 4, 8, 16, 32, 64, 256)):
+        ms = fixed + per_row * n * r
+        points.append(Latency("clean", n, r, 0, 512, False, ms, ms, ms))
+        if 2 <= r <= 16:
+            ms *= (LAYERS - entry) / LAYERS
+            points.append(Latency("draft", n, r, entry, 512, False, ms, ms, ms))
+    return Costs(LatencyTable(tuple(points), LAYERS), (entry,))
+
+
+def rates(c, catch=0.15, lookup=0.02):
+    """A world whose chains accept c at every position; trees and hidden bonuses in proportion."""
+    hidden = float(harder(np.array(c), 1.6))
+    out = {Family("lookup"): lookup, Family("loop"): c}
+    for nodes in (0, 16, 32, 64, 128, 256):
+        more = catch * np.log2(nodes) / 4 if nodes else 0.0
+        out[Family("known", 0, nodes)] = c + (1 - c) * more
+        out[Family("hidden", 0, nodes)] = hidden + (1 - hidden) * more
+    return out
+
+
+def texts(c, n, tokens=256, seed=0, **world):
+    return [bernoulli(rates(c, **world), tokens, 50, seed + i) for i in range(n)]
+
+
+def whole_menu(entry=0):
+    return menu([MaskPathConfig(16, entry=entry, layouts=("known", "hidden"))])
+
+
+def test_menus_hold_only_what_an_adapter_was_trained_for():
+    full = menu([MaskPathConfig(16, layouts=("known", "hidden"), prefix_splits=True)])
+    assert full[0] == AR and len(set(full)) == len(full)
+    assert {p.mode for p in full} == {
+        "ar", "lookup", "sequential", "loop", "tree", "loop+tree", "overlap", "overlap+tree"
+    }  # fmt: skip
+    plain = menu([MaskPathConfig(8)])
+    assert {p.mode for p in plain} == {"ar", "lookup", "sequential", "tree"}
+    assert max(p.block_size for p in plain) == 8
+    assert {p.mode for p in menu([])} == {"ar", "lookup"}
+    two = menu([MaskPathConfig(8), MaskPathConfig(16, entry=20)], modes=("sequential",))
+    assert {(p.adapter, p.block_size) for p in two if p.drafts} == {(0, b) for b in (2, 4, 8)} | {
+        (1, b) for b in (2, 4, 8, 16)
+    }
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        dict(mode="sequential", groups=2),
+        dict(mode="overlap", groups=0),
+        dict(mode="tree", verify_length=4),
+        dict(mode="sequential", block_size=8, verify_length=9),
+        dict(mode="loop", passes=1),
+        dict(mode="ar+tree"),
+        dict(adapter=-1),
+    ],
+)
+def test_plans_that_make_no_sense_are_refused(made):
+    with pytest.raises(ValueError):
+        Plan(**made)
+
+
+def test_a_loop_needs_an_adapter_that_knows_prefixes():
+    with pytest.raises(ValueError, match="prefix_splits"):
+        Plan("loop", 8).require(MaskPathConfig(16))
+    Plan("loop+tree", 8).require(MaskPathConfig(16, prefix_splits=True))
+
+
+def test_rows_of_a_plan():
+    assert AR.nodes == Plan("ar", 16).nodes == 1 and Plan("sequential", 16).nodes == 16
+    assert Plan("sequential", 16, verify_length=4).nodes == 4 and Plan("tree", 16, 64).nodes == 65
+    assert Plan("overlap", 8).group_rows == 64 and Plan("overlap", 8, groups=2).group_rows == 16
+    assert Plan("overlap+tree", 8, 16, groups=4).group_rows == 32 and Plan("tree", 8).group_rows == 0
+
+
+def test_simulated_rounds_by_hand():
+    table, known = costs(0.1), Family("known")
+    trace = Trace(10, 7, {known: np.array([2, 9, 9, 1, 9, 9, 0])})
+    out = simulate(Fixed(Plan("sequential", 4)), table, [trace])
+    # 2 accepted of 3 + bonus = 3 tokens; 1 + bonus = 2; then 2 are left: 1 draft fits beside the bonus
+    assert sorted(out.accepted.elements()) == [2, 2, 3] and out.tokens == 7 and out.tau == pytest.approx(7 / 3)
+    assert out.ms == pytest.approx(3 * (1.4 + 1.4)) and out.prefill_ms == pytest.approx(1 + 0.1 * 10)
+    plain = simulate(Fixed(AR), table, [trace])
+    assert plain.rounds == 7 and plain.ms == pytest.approx(7 * 1.1) and plain.latency == [pytest.approx(7 * 1.1)]
+
+
+def test_simulated_overlap_by_hand():
+    table = costs(0.1, entry=15)
+    hidden, known = Family("hidden"), Family("known")
+    trace = Trace(10, 9, {known: np.full(9, 1), hidden: np.array([0, 0, 3, 0, 0, 0, 0, 0, 0])})
+    every = simulate(Fixed(Plan("overlap", 4)), table, [trace])
+    # known: 2 tokens; then saved drafts: 4, 1, 1, 1
+    assert sorted(every.accepted.elements()) == [1, 1, 1, 2, 4]
+    verify, draft = 0.5 * 1.4 + 0.5 * (1 + 0.1 * 20), 0.5 * 1.4
+    assert every.ms == pytest.approx(5 * verify + draft)
+    one = simulate(Fixed(Plan("overlap", 4, groups=1)), table, [trace])
+    # only runs of 0 have a group: the first round's 1 is a miss, and so is every later known round
+    assert sorted(one.accepted.elements()) == [1, 2, 2, 2, 2]
+    assert one.ms == pytest.approx(5 * (0.5 * 1.4 + 0.5 * (1 + 0.1 * 8)) + 5 * draft)
+
+
+def test_simulated_slots_are_refilled_from_the_queue():
+    table, trace = costs(0.1), Trace(5, 4, {})
+    out = simulate(Fixed(AR), table, [trace] * 3, slots=2)
+    assert out.tokens == 12 and out.ms == pytest.approx(4 * 1.2 + 4 * 1.1)
+    with pytest.raises(ValueError, match="record it in that mode"):
+        simulate(Fixed(Plan("tree", 4)), table, [trace])
+
+
+def test_a_policy_that_forgets_a_request_is_caught():
+    class Lazy(Fixed):
+        def round(self, active):
+            return [Assignment(tuple(active[:1]), self.plan)]
+
+    with pytest.raises(ValueError, match="every running request"):
+        simulate(Lazy(AR), costs(0.1), texts(0.5, 2), slots=2)
+
+
+def test_counted_lengths_make_a_trace():
+    stats = Stats()
+    for k in [1] * 30 + [4] * 70:
+        stats.count(k)
+    out = simulate(Fixed(Plan("sequential", 8)), costs(0.0), [of_stats(stats, Family("known"), 4000)])
+    assert out.tau == pytest.approx(stats.tau, rel=0.05)
+
+
+@pytest.mark.parametrize("c, per_row, entry, slots", [*product((0.01, 0.4, 0.6), (0.001, 0.03), (0, 20), (1, 8))])
+def test_it_never_loses_to_plain_decoding(c, per_row, entry, slots):
+    table, requests = costs(per_row, entry), texts(c, max(12, 3 * slots))
+    planner = Planner(table, whole_menu(entry))
+    auto, plain = simulate(planner, table, requests, slots), simulate(Fixed(AR), table, requests, slots)
+    assert auto.rate >= 0.98 * plain.rate
+    assert planner.probe.spent <= 0.02 * planner.probe.total
+
+
+def test_where_drafts_cannot_pay_they_are_not_even_probed():
+    table = costs(1.0, requests=(1, 64))  # every row costs like a forward
+    planner = Planner(table, CHAINS)
+    out = simulate(planner, table, texts(0.9, 64), slots=64)
+    assert set(out.plans) == {AR} and planner.probe.spent == 0
+
+
+@pytest.mark.parametrize(
+    "c, per_row, entry, slots, best",
+    [
+        (0.9, 0.001, 20, 1, Plan("sequential", 16)),
+        (0.7, 0.05, 20, 1, Plan("sequential", 4)),
+        (0.8, 0.005, 20, 16, Plan("sequential", 4)),
+        (0.3, 0.001, 0, 1, AR),
+        (0.9, 0.02, 0, 64, AR),
+    ],
+)
+def test_it_finds_the_best_fixed_plan(c, per_row, entry, slots, best):
+    table, requests = costs(per_row, entry), texts(c, max(32, 4 * slots))
+    fixed = {p: simulate(Fixed(p), table, requests, slots).rate for p in CHAINS}
+    assert max(fixed, key=fixed.get) == best
+    planner = Planner(table, CHAINS)
+    assert simulate(planner, table, requests, slots).rate >= 0.97 * fixed[best]
+    assert planner.switches <= planner.rounds / 50
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_changes_are_few_in_a_world_of_near_ties(slots):
+    table = costs(0.02, 10)
+    planner = Planner(table, whole_menu(10))
+    simulate(planner, table, texts(0.6, 4 * slots + 8), slots, noise=0.2)
+    assert planner.switches <= planner.rounds / 20
+
+
+def test_it_follows_a_text_that_changes():
+    table = costs(0.01, 20)
+    easy, hard = texts(0.9, 12), texts(0.01, 12, seed=50)
+    planner = Planner(table, CHAINS)
+    for traces in (easy, hard, easy):
+        before = planner.switches
+        out = simulate(planner, table, traces)
+        best = max(simulate(Fixed(p), table, traces).rate for p in CHAINS)
+        assert out.rate >= (0.95 if traces is hard else 0.7) * best
+        assert planner.switches - before <= 6
+
+
+def test_a_table_that_errs_is_corrected_by_what_rounds_take():
+    """The table says that drafts are free; they cost four forwards."""
+    believed, real = costs(0.001, 29), costs(0.001, 0, fixed=1.0)
+    real.table = LatencyTable(
+        tuple(p if p.kind == "clean" else Latency("draft", p.requests, p.rows, 0, 512, False, 4.0, 4.0, 4.0)
+              for p in real.table.points), LAYERS)  # fmt: skip
+    requests = texts(0.6, 16)
+    planner = Planner(believed, CHAINS)
+    out, plain = simulate(planner, real, requests), simulate(Fixed(AR), real, requests)
+    assert out.rate >= 0.98 * plain.rate and planner.current == (0,)
+
+
+def test_one_slow_round_is_not_believed():
+    pace = Pace(2)
+    for _ in range(30):
+        pace.observe(0, 1, 1.0, 1.0)
+    pace.observe(0, 1, 1.0, 500.0)
+    assert pace.factors(1)[0] < 1.05
+    for _ in range(60):
+        pace.observe(0, 1, 1.0, 2.0)
+    assert pace.factors(1)[0] == pytest.approx(2, rel=0.1)
+    assert pace.factors(1)[1] > 1.5  # what never ran is as far off as the rest
+    assert pace.factors(64)[0] > 1.5
+
+
+def test_easy_and_hard_requests_are_parted_where_that_pays():
+    table = costs(0.05, 25, fixed=0.2)
+    planner = Planner(table, CHAINS, probe=0.0)
+    views = [View(i, 100) for i in range(16)]
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        assignments = planner.round(views)
+        for a in assignments:
+            easy = [0.95 if v.key < 4 else 0.02 for v in a.views]
+            emitted = [1 + min(int(rng.geometric(1 - c)) - 1, o) for c, o in zip(easy, a.offered, strict=True)]
+            planner.observe(a, emitted)
+    by_key = {v.key: a.plan for a in assignments for v in a.views}
+    assert len(assignments) == 2 and by_key[0].drafts and by_key[15] == AR
+
+
+def test_pruning_spends_rows_where_they_survive():
+    table = costs(0.05, 20)
+    survival = np.cumprod([[0.95] * 15, [0.1] * 15], 1)
+    views = (View(0, 100), View(1, 100))
+    for packed in (True, False):
+        planner = Planner(table, [AR, Plan("sequential", 16)], packed=packed)
+        planner.round(list(views))
+        planner.rate = 1.5
+        lengths = planner.prune(Assignment(views, Plan("sequential", 16)), survival)
+        assert lengths[0] > 5 and (lengths[1] < 2 if packed else lengths[1] == lengths[0])
+    ending = Assignment((View(0, 100, left=3),), Plan("sequential", 16))
+    assert Planner(table, CHAINS, packed=True).prune(ending, survival[:1])[0] <= 2
+
+
+def test_a_cap_is_not_a_failure():
+    planner = Planner(costs(0.01, 20), CHAINS)
+    for _ in range(30):
+        planner.observe(Assignment((View("a", 10, left=3),), Plan("sequential", 16)), [3])
+        planner.observe(Assignment((View("a", 10),), Plan("sequential", 16)), [3], ended=[True])
+    assert planner.estimator.curves(["a"], Family("known"))[0, :2].min() > 0.9
+
+
+def test_it_can_say_why():
+    table = costs(0.01, 20)
+    planner = Planner(table, whole_menu(20))
+    simulate(planner, table, texts(0.8, 4))
+    assert planner.log[0].why == "first" and {d.why for d in planner.log} <= {
+        "first",
+        "keep",
+        "hold",
+        "switch",
+        "probe",
+    }
+    for d in planner.log:
+        assert d.tokens.shape == d.ms.shape == (len(planner.plans),) and (d.ms > 0).all() and (d.tokens >= 1).all()
+    assert len(planner.log) <= 512
+
+
+def test_forgotten_requests_leave_nothing():
+    table = costs(0.01, 20)
+    planner = Planner(table, whole_menu(20))
+    simulate(planner, table, texts(0.8, 10), slots=4)
+    assert not planner.estimator.own and planner.round([]) == []
+
+
+def test_512_slots():
+    table = costs(0.002, 20)
+    requests = texts(0.8, 600, tokens=40)
+    planner = Planner(table, CHAINS)
+    auto, plain = (simulate(p, table, requests, 512) for p in (planner, Fixed(AR)))
+    assert isinstance(auto, Outcome) and auto.tokens == plain.tokens == 600 * 40
+    assert auto.rate >= 0.98 * plain.rate
+
+
+def test_a_menu_without_plain_decoding_is_refused():
+    with pytest.raises(ValueError, match="Plan\\('ar', 1\\)"):
+        Planner(costs(0.1), CHAINS[1:])
