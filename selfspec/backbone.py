@@ -269,8 +269,12 @@ class Backbone(nn.Module):
         Raises:
             UnsupportedModel: exact, and this model, device or attention backend cannot be; the message says why.
         """
-        from selfspec.fusable import fuse  # needs triton, which a CPU does without
-
+        try:
+            from selfspec.fusable import fuse  # needs triton, which a CPU does without
+        except ImportError as error:
+            if exact:
+                raise UnsupportedModel(f"exact mode runs Triton kernels, and triton cannot be loaded: {error}") from error
+            return f"fused nothing: {error}"
         return fuse(self, exact)
 
     def pack(self) -> None:

@@ -14,6 +14,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from selfspec import hub, settings
 from selfspec.adapters import MaskPathModel, io
+from selfspec.attention import best
 from selfspec.backbone import Backbone
 from selfspec.generation import Extras, build_requests, output_of, prompts_of
 from selfspec.plan import Plan
@@ -34,17 +35,29 @@ class SelfSpecModel:
         model: a decoder-only causal LM of transformers; nothing on it is changed.
         path: its mask path; None leaves plain decoding and prompt lookup.
         tokenizer: used by the command line and chat, by `generate` only for prompts that are strings.
+        exact: also in half precision every token is the one that this engine's plain decoding of the prompt alone
+            gives, whatever the batch, mode and block size. Dense Llama, Qwen2, Qwen3 and Mistral models on CUDA.
+
+    Raises:
+        UnsupportedModel: the model cannot decode speculatively, or not exactly.
 
     Attributes:
+        kernels: which of our kernels run it, and why not the others.
         stats: what the last `generate` call did, summed over its prompts.
         request_stats: the same for each prompt.
     """
 
-    def __init__(self, model: PreTrainedModel, path: MaskPathModel | None = None, tokenizer: Any = None):
+    def __init__(
+        self, model: PreTrainedModel, path: MaskPathModel | None = None, tokenizer: Any = None, exact: bool = False
+    ):
         if path is not None:
             _follow(model, path)
-        self.model, self.path, self.tokenizer = model, path, tokenizer
-        self.backbone = Backbone(model, path)
+        self.model, self.path, self.tokenizer, self.exact = model, path, tokenizer, exact
+        self.backbone = Backbone(model, path, best(model.device, model.dtype))
+        self.kernels = "torch's own kernels"
+        if self.backbone.backend == "triton" or exact:
+            self.kernels = self.backbone.fuse(exact)
+        log.info("%s: %s", type(model).__name__, self.kernels)
         self.backbone.pack()
         self.stats = Stats()
         self.request_stats: list[Stats] = []
@@ -58,6 +71,7 @@ class SelfSpecModel:
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         finetuned_base: bool = False,
+        exact: bool = False,
     ) -> SelfSpecModel:
         """Load a model and its adapter.
 
@@ -67,6 +81,7 @@ class SelfSpecModel:
             dtype: of the weights.
             device: where to put them.
             finetuned_base: accept a model whose weights differ from those the adapter was trained on.
+            exact: token-identical in half precision too; see the class.
 
         Raises:
             AdapterError: the adapter is missing, damaged, or of another model.
@@ -75,7 +90,7 @@ class SelfSpecModel:
         model, tokenizer = hub.load_model(str(name), dtype, device), hub.load_tokenizer(str(name))
         found = io.shipped_for(model) if adapter == "auto" else adapter
         path = None if found is None else io.load(found, model, finetuned_base)
-        return cls(model, path, tokenizer)
+        return cls(model, path, tokenizer, exact)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the adapter (never the base model) to a folder.

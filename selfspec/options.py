@@ -102,6 +102,9 @@ class Chosen:
         int | None, typer.Option(min=1, help="Tokens verified per round in a chain; by default the adapter's.")
     ] = None
     tree_nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = 16
+    exact: Annotated[
+        bool, typer.Option("--exact", help="In half precision on a GPU too: the tokens of plain decoding at batch 1.")
+    ] = False
 
 
 FAST, EXACT = Chosen(), Chosen(dtype="float32")  # defaults for speed, and for comparing token for token
@@ -153,7 +156,7 @@ def load_model(options: Chosen) -> SelfSpecModel:
         torch.set_num_threads(options.threads)
     adapter = None if options.adapter == "none" else options.adapter
     model = SelfSpecModel.from_pretrained(
-        options.model, adapter, dtype=getattr(torch, options.dtype), device=options.device
+        options.model, adapter, getattr(torch, options.dtype), options.device, exact=options.exact
     )
     # one token, so that settings which `generate` refuses (a repetition penalty) are refused before any work
     model.generate([[0]], do_sample=False, max_new_tokens=1)

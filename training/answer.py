@@ -8,7 +8,6 @@ Can be killed at any time and started again with the same command.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import signal
 import sys
@@ -20,9 +19,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from selfspec import hub, prompts
+from selfspec import attention, hub, prompts
 from selfspec.adapters.io import fingerprint
-from selfspec.attention import BACKENDS
 from selfspec.backbone import Backbone
 from selfspec.prompts import Message, Prompt
 from selfspec.session import fitting
@@ -75,7 +73,7 @@ def answer(
         "seed": options.seed,
     }
     with AnswerFolder(Path(folder), settings, options.format, options.shard_rows, keep) as target:
-        backbone = Backbone(model, backend=options.attention or best_attention(model))
+        backbone = Backbone(model, backend=options.attention or attention.best(model.device, model.dtype))
         skipped: list[str] = []
         wanted = [_row_id(c, t) for c in conversations for t in range(_turns(c))]
         done = sum(name in target.ids for name in wanted)
@@ -134,13 +132,6 @@ def _generate(
             written = batch.tokens
             yield from done
         del batch
-
-
-def best_attention(model: PreTrainedModel) -> str:
-    """The fastest backend for large batches here; the reference takes what kernels do not (float64, the CPU)."""
-    kernels = importlib.util.find_spec("triton") and "triton" in BACKENDS
-    half = model.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return "triton" if kernels and half and model.device.type == "cuda" else "sdpa"
 
 
 def _asked(

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +58,12 @@ class Compact:
     limit: Tensor | None
     seen: Tensor | None
     path: Tensor | None
+
+
+def best(device: torch.device, dtype: torch.dtype) -> str:
+    """The fastest backend for decoding; the reference takes what kernels do not (float64, the CPU)."""
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return "triton" if device.type == "cuda" and known and find_spec("triton") else "sdpa"
 
 
 class AttentionRule:
