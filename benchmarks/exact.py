@@ -50,9 +50,7 @@ def main() -> None:
     some = [p for rows in zip(*(s[: args.limit] for s in sets.values())) for p in rows][: args.limit]
     out, facts = [], None
     for exact in (True, False):
-        model = SelfSpecModel.from_pretrained(
-            args.model, args.adapter, getattr(torch, args.dtype), "cuda", exact=exact
-        )
+        model = SelfSpecModel.from_pretrained(args.model, args.adapter, getattr(torch, args.dtype), "cuda", exact=exact)
         facts = facts or options.setting(model)
         print(model.kernels, flush=True)
         ids = [prompts.encode(model.tokenizer, p.messages) for p in some]
@@ -71,7 +69,8 @@ def main() -> None:
     if args.control:
         some_ids = ids[: args.control]
         alone = [answers(hf, hf, [p], args.control_tokens)[0] for p in some_ids]
-        eight = [t for i in range(0, len(some_ids), 8) for t in answers(hf, hf, some_ids[i : i + 8], args.control_tokens)]
+        parts = [some_ids[i : i + 8] for i in range(0, len(some_ids), 8)]
+        eight = [t for part in parts for t in answers(hf, hf, part, args.control_tokens)]
         same = sum(a == b for a, b in zip(alone, eight, strict=True)) / len(alone)
         row = dict(exact=False, mode="hf", batch=8, prompts=len(alone), match=same, tokens=args.control_tokens)
         out.append(row)

@@ -273,7 +273,7 @@ class Backbone(nn.Module):
             from selfspec.fusable import fuse  # needs triton, which a CPU does without
         except ImportError as error:
             if exact:
-                raise UnsupportedModel(f"exact mode runs Triton kernels, and triton cannot be loaded: {error}") from error
+                raise UnsupportedModel(f"exact mode needs triton, which cannot be loaded: {error}") from error
             return f"fused nothing: {error}"
         return fuse(self, exact)
 

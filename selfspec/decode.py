@@ -16,7 +16,9 @@ from selfspec import rows
 from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
-from selfspec.draft.block import ban_mask, draft_inputs, propose
+from selfspec.draft.block import propose
+from selfspec.draft.loop import propose as loop
+from selfspec.draft.overlap import Groups, attach
 from selfspec.slots import Slots
 from selfspec.verify import Accepted
 
@@ -64,17 +66,25 @@ def prefill(
     return _at(hidden.clean, last), None if hidden.taps is None else _at(hidden.taps, last)
 
 
-def draft(backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path) -> Tensor:
-    """Marginals of the size - 1 positions after the anchors, from a draft pass. [n, size - 1, V] logits"""
+def draft(backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path, passes: int = 1) -> Tensor:
+    """Marginals of the size - 1 positions after the anchors, from one draft pass or a loop. [n, size - 1, V] logits"""
     features = None if slots.features is None else slots.features[: frame.n]
     anchor, start = slots.anchor(frame.n), slots.start[: frame.n]
+    if passes > 1:
+        return loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes).logits
     return propose(backbone, cache, anchor, start, size, path, features, frame.n_keys)
 
 
 def verify(
-    backbone: Backbone, cache: KVCache, start: Tensor, tree: DraftTree, frame: Frame, group_size: int = 0, path=None
+    backbone: Backbone,
+    cache: KVCache,
+    start: Tensor,
+    tree: DraftTree,
+    frame: Frame,
+    hang: tuple[Groups, int] | None = None,
+    path=None,
 ) -> Hidden:
-    """One forward over the tree, with a draft group of `group_size` masks on every node when that is not 0.
+    """One forward over the tree, with draft groups on some of its nodes.
 
     Args:
         backbone: the model.
@@ -82,18 +92,13 @@ def verify(
         start: [n] long, the anchors' positions.
         tree: the candidates.
         frame: which requests.
-        group_size: masks of a group.
+        hang: the groups and the rows of each.
         path: the mask path's configuration, where there are groups.
     """
     clean = rows.chain(start, tree.n_nodes)
     if tree.parents is not None:
         clean = rows.tree(start, tree.parents, tree.ancestors)
-    layout, inputs = clean, None
-    if group_size:
-        n, m = tree.tokens.shape
-        nodes = torch.arange(m, device=start.device).expand(n, m)
-        layout = rows.overlapped(clean, nodes, group_size, path.causal)
-        inputs = draft_inputs(None, n, group_size, m, start.device)
+    layout, inputs = (clean, None) if hang is None else attach(clean, *hang, path.causal)
     return backbone(layout, cache, tree.tokens.clamp(min=0), inputs, first=frame.first, n_keys=frame.n_keys)
 
 
@@ -129,19 +134,6 @@ def settle(
     start += count
     left -= count
     return torch.cat([count[:, None], tokens], 1)
-
-
-def saved_draft(backbone: Backbone, accepted: Accepted, hidden: Hidden, group_size: int, path) -> Tensor:
-    """The marginals drafted beside the verification, for the outcome that really came.
-
-    A group's slot 0 stands on the bonus; a shifted path's slot 0 therefore guesses the first position after it.
-
-    Returns:
-        [n, group_size - 1, V] logits of the positions after the bonus; the mask's own vocabulary id is banned.
-    """
-    n, _, d = hidden.draft.shape
-    chosen = _at(hidden.draft.reshape(n, -1, group_size, d), accepted.last)  # one group a node: [n, B, d]
-    return ban_mask(backbone.logits(chosen[:, :-1] if path.shift else chosen[:, 1:]), path.mask_id)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from selfspec import decode
+from selfspec.adapters.heads import calibrated
 from selfspec.backbone import Backbone
 from selfspec.cache import KVCache
 from selfspec.choose import Chooser
 from selfspec.clock import Clock
 from selfspec.decode import Frame
-from selfspec.draft import DraftTree
+from selfspec.draft import DraftTree, overlap
 from selfspec.draft.lookup import lookup
+from selfspec.draft.overlap import Groups
 from selfspec.plan import Plan
 from selfspec.request import Request
 from selfspec.slots import Slots
+from selfspec.verify import Accepted
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class Rounds:
     chooser: Chooser
     fixed: bool
 
+    @property
+    def config(self) -> Any:
+        """Of the mask path, or None."""
+        return getattr(self.backbone.path, "config", None)
+
     def play(
         self,
         plan: Plan,
@@ -55,55 +64,98 @@ class Rounds:
         Args:
             plan: what it does.
             frame: its requests.
-            size: nodes of a chain.
+            size: nodes of a drafted chain.
             redraft: draft in a pass of its own; otherwise the last verification has drafted already.
             requests: of its rows.
             run: runs the parts that need no host, as `Graphs` does.
             clock: marks the parts.
 
         Returns:
-            [n, 1 + depth] long, see `decode.settle`.
+            [n, 2 + depth] long: `decode.settle`'s, and whether the verification has drafted for the next round.
         """
-        backbone, slots, config, key = (
-            self.backbone,
-            self.slots,
-            getattr(self.backbone.path, "config", None),
-            (frame, size),
-        )
-        start, anchor = slots.start[: frame.n], slots.anchor(frame.n)
-        tree = DraftTree(anchor[:, None])
-        if plan.lookup and size > 1:
-            tree = lookup(slots.text[: frame.n], start, size)
-            if not self.fixed:  # rows that nobody guessed cost for nothing
-                tree = DraftTree(tree.tokens[:, : int((tree.tokens >= 0).any(0).sum())])
-        elif plan.drafts and size > 1:
-            if redraft:
-                draft = partial(decode.draft, backbone, self.cache, slots, frame, size, config)
-                logits = run(("draft", *key), draft)
-            else:
-                assert slots.saved is not None
-                logits = slots.saved[: frame.n, : size - 1]
-            nodes = plan.tree_nodes if plan.tree else None
-            tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[: frame.n])
+        backbone, slots = self.backbone, self.slots
+        tree, likely = self._candidates(plan, frame, size, redraft, requests, run)
         if clock is not None:
             clock.lap("draft")
-        group = plan.block_size if plan.overlap else 0
-
-        def forward(tokens: Tensor, parents: Tensor | None = None, paths: Tensor | None = None) -> decode.Hidden:
-            candidates = DraftTree(tokens, parents, paths=paths)
-            return decode.verify(backbone, self.cache, slots.start[: frame.n], candidates, frame, group, config)
-
+        groups = None
+        if plan.overlap:
+            groups = self._groups(plan, tree, likely)
         parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents, tree.ancestors)
-        hidden = run(("verify", *key, tree.tokens.shape, len(parts), group), forward, *parts)
+        hung = () if groups is None else (groups.nodes, groups.tokens)
+        shapes = tuple(t.shape for t in (*parts, *hung))
+
+        def forward(*inputs: Tensor) -> decode.Hidden:
+            (tokens, *how), which = inputs[: len(parts)], inputs[len(parts) :]
+            candidates = DraftTree(tokens, how[0] if how else None, paths=how[1] if how else None)
+            hang = (Groups(*which), plan.block_size) if which else None
+            return decode.verify(backbone, self.cache, slots.start[: frame.n], candidates, frame, hang, self.config)
+
+        hidden = run(("verify", frame, plan, shapes), forward, *parts, *hung)
         logits = backbone.logits(hidden.clean)  # [n, M, V]
         if clock is not None:
             clock.lap("verify")
-        accepted = self.chooser.accept(requests, tree, logits, start, slots.view(frame.n))
-        if group:
-            assert slots.saved is not None
-            slots.saved[: frame.n, : group - 1] = decode.saved_draft(backbone, accepted, hidden, group, config)
+        accepted = self.chooser.accept(requests, tree, logits, slots.start[: frame.n], slots.view(frame.n))
+        ready = torch.zeros_like(accepted.count)
+        if groups is not None:
+            ready = self._save(frame.n, plan, groups, accepted, hidden.draft).long()
         depth = min(tree.n_nodes, size)
-        return decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth)
+        out = decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth)
+        return torch.cat([out, ready[:, None]], 1)
+
+    def _candidates(
+        self, plan: Plan, frame: Frame, size: int, redraft: bool, requests: list[Request], run: Callable[..., Any]
+    ) -> tuple[DraftTree, Tensor | None]:
+        """What is verified, and how likely each node is to be accepted once its parent is [n, M] (None: not known)."""
+        slots, n = self.slots, frame.n
+        start, anchor = slots.start[:n], slots.anchor(n)
+        if plan.lookup and size > 1:
+            tree = lookup(slots.text[:n], start, size)
+            if not self.fixed:  # rows that nobody guessed cost for nothing
+                tree = DraftTree(tree.tokens[:, : int((tree.tokens >= 0).any(0).sum())])
+            return tree, None
+        if not plan.drafts or size == 1:
+            return DraftTree(anchor[:, None]), None
+        if redraft:
+            draft = partial(decode.draft, self.backbone, self.cache, slots, frame, size, self.config)
+            logits = run(
+                ("draft", frame, size, plan.loop, plan.passes), partial(draft, plan.passes if plan.loop else 1)
+            )
+        else:
+            assert slots.saved is not None
+            logits = slots.saved[:n, : size - 1]
+        if plan.verify_length is not None:
+            logits = logits[:, : plan.verify_length - 1]
+        nodes = plan.tree_nodes if plan.tree else None
+        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n])
+        if not redraft:  # where the last verification ended without a draft, the anchor is all there is
+            first = torch.arange(tree.n_nodes, device=start.device) == 0
+            tree = replace(tree, tokens=torch.where(slots.ready[:n, None] | first, tree.tokens, -1))
+        if tree.parents is not None or plan.groups is None:
+            return tree, None
+        likely = logits.float().softmax(-1).amax(-1)  # [n, M - 1]
+        return tree, torch.cat([torch.ones_like(likely[:, :1]), likely], 1)
+
+    def _groups(self, plan: Plan, tree: DraftTree, likely: Tensor | None) -> Groups:
+        """The ends that get a draft of their own: all nodes, or the likeliest."""
+        n, m = tree.tokens.shape
+        if plan.groups is None or plan.groups >= m:
+            return overlap.hidden(torch.arange(m, device=tree.tokens.device).expand(n, m))
+        survives = overlap.survival(tree, likely) if likely is not None else None
+        if survives is None:
+            assert tree.scores is not None
+            survives = tree.scores.exp()
+        return overlap.hidden(overlap.keep(overlap.ends(tree, survives), plan.groups))
+
+    def _save(self, n: int, plan: Plan, groups: Groups, accepted: Accepted, draft: Tensor) -> Tensor:
+        """Keep the draft of the end that came. Returns where there is one, [n] bool."""
+        slots, path = self.slots, self.backbone.path
+        assert slots.saved is not None
+        heads = getattr(path, "heads", None)
+        fix = partial(calibrated, heads, self.backbone) if heads is not None and "calibrator" in heads else None
+        logits, hit = overlap.saved(self.backbone, draft, groups, accepted.last, accepted.bonus, self.config, fix)
+        slots.saved[:n, : plan.block_size - 1] = logits
+        slots.ready[:n] = hit
+        return hit
 
 
 def plainly(key: Any, fn: Callable[..., Any], *inputs: Tensor) -> Any:

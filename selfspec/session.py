@@ -36,7 +36,7 @@ class _Flight:
     """A round that was started, and whose outcome the host has not read."""
 
     requests: list[Request | None]
-    result: Tensor  # [n, 1 + A] long: count and tokens, on its way to the host
+    result: Tensor  # [n, 2 + A] long: count, tokens, whether a draft was saved; on its way to the host
     arrived: Any  # an event, or None when it is there
     clock: Clock
     reach: int  # tokens that a request can have emitted in it
@@ -115,6 +115,11 @@ class Session:
             raise ValueError(f"verify={verify!r} is for chains; trees take 'coupled' or 'multi'")
         if plan.lookup and self.chooser.draws:
             raise ValueError(f"verify={verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
+        if plan.loop and self.chooser.draws:
+            raise ValueError(
+                f"verify={verify!r} weighs drafts against what they were drawn from, and a loop's later "
+                "passes know the draws; loops take 'coupled'"
+            )
         plan.require(self.config)
 
     # ---- who runs
@@ -281,7 +286,7 @@ class Session:
             arrived = torch.cuda.Event()
             arrived.record()
         clock.lap("rest")
-        self._flights.append(_Flight(requests, result, arrived, clock, result.shape[1] - 1))
+        self._flights.append(_Flight(requests, result, arrived, clock, result.shape[1] - 2))
 
     def _land(self) -> None:
         """Read the outcome of the oldest round."""
@@ -289,13 +294,14 @@ class Session:
         if flight.arrived is not None:
             flight.arrived.synchronize()
         running = [r for r in flight.requests if r is not None and r.finish_reason is None]
-        for r, (count, *tokens) in zip(flight.requests, flight.result.tolist(), strict=True):
+        for r, (count, *tokens, ready) in zip(flight.requests, flight.result.tolist(), strict=True):
             if r is None or r.finish_reason is not None:
                 continue
             assert r.slot is not None
             self.cache.commit([count], r.slot)
             kept = r.take(tokens[:count])
             r.stats.count(len(kept))
+            r.stats.saved += ready
             self._landed.append((r, kept))
         _book(running, flight.clock)
         for r in running:

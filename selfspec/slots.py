@@ -27,6 +27,7 @@ class Slots:
         seed: [n] long, of sampling.
         features: [n, F] of position start - 1, or None.
         saved: [n, T, V] logits of the positions after the anchor, where overlapped rounds leave them.
+        ready: [n] bool, whether the last one left any.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Slots:
         self.start, self.left, self.prompt, self.seed = zeros(), zeros(), zeros(), zeros()
         self.features = zeros(features, dtype=dtype) if features else None
         self.saved: Tensor | None = None
+        self.ready = zeros(dtype=torch.bool)
         self._dtype = dtype
 
     def save_drafts(self, positions: int, vocab_size: int) -> None:
@@ -71,6 +73,6 @@ class Slots:
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows to other places, over what stood there; no slot may be in both lists."""
         old, new = torch.tensor([sources, targets], device=self.text.device)
-        for t in (self.text, self.start, self.left, self.prompt, self.seed, self.features, self.saved):
+        for t in (self.text, self.start, self.left, self.prompt, self.seed, self.features, self.saved, self.ready):
             if t is not None:
                 t[new] = t[old]

@@ -16,6 +16,7 @@ class Stats:
         tokens: tokens emitted by verification, bonus included, the prefill's token excluded, trimmed at EOS and cap.
         drafts: draft forwards, in units of a full-depth forward (a draft from layer e of L costs (L - e) / L).
         accepted: how many rounds emitted k tokens.
+        saved: rounds whose verification drafted for the outcome that came, so that the next needs no draft pass.
         prompt_tokens: tokens prefilled.
         seconds: time spent in "prefill", "draft", "verify" and "rest"; requests that share a forward share its time.
     """
@@ -24,6 +25,7 @@ class Stats:
     tokens: int = 0
     drafts: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
+    saved: int = 0
     prompt_tokens: int = 0
     seconds: Counter[str] = field(default_factory=Counter, compare=False)
 
@@ -56,6 +58,7 @@ class Stats:
             self.tokens + other.tokens,
             self.drafts + other.drafts,
             self.accepted + other.accepted,
+            self.saved + other.saved,
             self.prompt_tokens + other.prompt_tokens,
             self.seconds + other.seconds,
         )

@@ -15,9 +15,9 @@ from tiny import (
     run,
 )
 
-from selfspec import decode, rows
+from selfspec import rows
 from selfspec.backbone import Backbone
-from selfspec.draft.block import propose
+from selfspec.draft.block import draft_inputs, propose
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
 from selfspec.stats import total
@@ -215,7 +215,7 @@ def test_a_draft_hung_on_the_anchor_is_a_draft_of_the_next_positions(shift):
     cache, text = body.new_cache(1, 40, 40), request.prompt + request.output[:-1]
     body(rows.chain(torch.tensor([0]), len(text)), cache, torch.tensor([text]))
     cache.lengths = [len(text)]
-    masks = decode.draft_inputs(None, 1, B, 1, torch.device("cpu"))
+    masks = draft_inputs(None, 1, B, 1, torch.device("cpu"))
     alone = body.logits(body(rows.block(torch.tensor([len(text)]), B, True), cache, draft=masks).draft)
     # slot 0 stands on the bonus; drafts are for the positions after it
     wanted = alone[:, :-1] if shift else alone[:, 1:]
