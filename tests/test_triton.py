@@ -72,3 +72,14 @@ def test_kernel_is_as_near_to_float64_as_torch_is(kind, heads, d, longest):
         for name in ("triton", "sdpa")
     )
     assert ours < 1.5 * torchs
+
+
+def test_a_trees_paths_are_its_rows_ancestors_in_order():
+    parents = torch.tensor([[-1, 0, 0, 2, 1, 3], [-1, -1, 1, 2, 0, 0]])
+    got = rows.paths(parents)
+    for n, line in enumerate(parents.tolist()):
+        for row in range(len(line)):
+            path, at = [], row
+            while at >= 0:
+                path, at = [at, *path], line[at]
+            assert got[n, row].tolist() == path + [-1] * (len(line) - len(path))
