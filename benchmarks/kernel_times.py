@@ -65,10 +65,10 @@ def timed(run, repeats: int = 10) -> float:
 def grid(n: int, k: int, swiglu: bool) -> list[Tile]:
     """Tiles worth trying, the table's own first."""
     large = n * k >= 1 << 23
-    ms, ns, ks = ((16, 64), (64, 128), (64, 128)) if large else ((16,), (16, 32), (64, 128))
-    splits = (1,) if swiglu or n * k >= 1 << 21 else (1, 2, 4)
+    ms, ns, ks = ((16, 64), (64, 128), (64, 128)) if large else ((16, 64), (16, 32), (64, 128))
+    splits = (1,) if swiglu or n * k >= 1 << 21 else (1, 2)
     out = [tile(n, k)]
-    for m, bn, bk, warps, stages, split in itertools.product(ms, ns, ks, (4, 8) if large else (2, 4), (3, 5), splits):
+    for m, bn, bk, warps, stages, split in itertools.product(ms, ns, ks, (4, 8) if large else (2, 4), (4,), splits):
         shared = (m + bn * (2 if swiglu else 1)) * bk * 2 * stages
         if shared <= 200 * 1024 and split * bk <= k:
             out.append(Tile(m, bn, bk, warps, stages, split))
@@ -159,7 +159,7 @@ def main() -> None:
     """Measures, prints tables, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="smollm2", choices=SHAPES)
-    parser.add_argument("--rows", default="1,16,64")
+    parser.add_argument("--rows", default="1,16,64,512")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--quick", action="store_true", help="only the table's own tiles")
     parser.add_argument("--top", type=int, default=5, help="tiles printed a product")

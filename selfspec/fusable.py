@@ -46,7 +46,7 @@ def fuse(backbone: Backbone, exact: bool = False) -> str:
     layers = [FusedLayer(m, backbone.windows[i], tickets, exact) for i, m in enumerate(backbone.layers)]
     why = [fusable(m.layer) or _differs(backbone, i, m) for i, m in enumerate(layers)]
     reasons = [f"layer {i}: {text}" for i, text in enumerate(why) if text]
-    norm, head = FusedNorm(backbone.norm), FusedLinear(getattr(backbone.head, "lm_head", None), tickets)
+    norm, head = FusedNorm(backbone.norm), FusedLinear(getattr(backbone.head, "lm_head", None), tickets, exact)
     ends = _ends_differ(backbone, norm, head)
     if exact and (reasons or ends):
         return _refuse(exact, [*reasons, *filter(None, [ends])])

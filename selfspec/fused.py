@@ -17,6 +17,8 @@ from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.norm import rmsnorm
 from selfspec.kernels.rotary import rotary
 
+MANY = 128  # rows; beyond them cuBLAS is faster than tiles made for a few, and its order of adding depends on them
+
 
 class FusedLayer(nn.Module):
     """A decoder layer in eight launches, called as `Backbone` calls a shadow layer. It has no gradient.
@@ -71,6 +73,11 @@ class FusedLayer(nn.Module):
         """
         base: list[Any] = [m.base if isinstance(m, RoutedLinear) else m for m in modules]
         n, r, _ = x.shape
+        if n * r > MANY and not self.exact:
+            rows = x if norm is None else rmsnorm(x, *norm)
+            ys = [m(rows) for m in modules]
+            y = nn.functional.silu(ys[0]).mul_(ys[1]) if swiglu else ys[0] if len(ys) == 1 else torch.cat(ys, -1)
+            return y if residual is None else residual + y
         c = next((m.route.n_clean for m in modules if isinstance(m, RoutedLinear)), r)
         widths = [m.weight.shape[0] for m in base]
         out = x.new_empty(n, r, widths[0] if swiglu else sum(widths))
@@ -96,8 +103,8 @@ class FusedLayer(nn.Module):
     def _draft(self, module: Any, rows: Tensor) -> Tensor:
         """The product of draft rows alone."""
         if isinstance(module, RoutedLinear):
-            return module.delta(rows, FusedLinear(module.base, self.tickets))
-        return FusedLinear(module, self.tickets)(rows)
+            return module.delta(rows, FusedLinear(module.base, self.tickets, self.exact))
+        return FusedLinear(module, self.tickets, self.exact)(rows)
 
 
 class FusedNorm(nn.Module):
@@ -122,11 +129,12 @@ class FusedLinear(nn.Module):
     Args:
         base: the module whose weight and bias are used.
         tickets: see `FusedLayer`.
+        exact: likewise.
     """
 
-    def __init__(self, base: Any, tickets: Tensor):
+    def __init__(self, base: Any, tickets: Tensor, exact: bool = False):
         super().__init__()
-        self.base, self.tickets = base, tickets
+        self.base, self.tickets, self.exact = base, tickets, exact
 
     @property
     def weight(self) -> Tensor:
@@ -135,6 +143,8 @@ class FusedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
         rows = ungraded(x).reshape(1, -1, x.shape[-1]).contiguous()
+        if rows.shape[1] > MANY and not self.exact:
+            return self.base(x)
         return linear(rows, *weights_of([self.base]), tickets=self.tickets).view(*x.shape[:-1], -1)
 
 

@@ -34,11 +34,11 @@ class Tile:
 
 # (outputs of all weights of the launch, inputs): SmolLM2-135M's q,k,v; o; gate and up; down; head
 TILES: dict[tuple[int, int], Tile] = {
-    (960, 576): Tile(16, 16, 64, 4, 5),
-    (576, 576): Tile(16, 16, 64, 4, 5),
-    (3072, 576): Tile(16, 16, 64, 4, 5),  # one program computes 16 gates and their 16 ups
-    (576, 1536): Tile(16, 16, 128, 4, 5, split=2),
-    (49152, 576): Tile(16, 64, 64, 4, 4),
+    (960, 576): Tile(16, 16, 128, 2, 4),
+    (576, 576): Tile(16, 16, 64, 2, 4),
+    (3072, 576): Tile(16, 32, 64, 4, 4),  # one program computes 32 gates and their 32 ups
+    (576, 1536): Tile(16, 16, 128, 2, 4, split=2),
+    (49152, 576): Tile(16, 128, 64, 4, 4),
 }
 
 
