@@ -57,7 +57,7 @@ def test_menus_hold_only_what_an_adapter_was_trained_for():
     }  # fmt: skip
     plain = menu([MaskPathConfig(8)])
     assert {p.mode for p in plain} == {"ar", "lookup", "sequential", "tree"}
-    assert max(p.block_size for p in plain) == 8
+    assert max(p.block_size for p in plain if p.drafts) == 8
     assert {p.mode for p in menu([])} == {"ar", "lookup"}
     two = menu([MaskPathConfig(8), MaskPathConfig(16, entry=20)], modes=("sequential",))
     assert {(p.adapter, p.block_size) for p in two if p.drafts} == {(0, b) for b in (2, 4, 8)} | {
@@ -166,8 +166,8 @@ def test_where_drafts_cannot_pay_they_are_not_even_probed():
     "c, per_row, entry, slots, best",
     [
         (0.9, 0.001, 20, 1, Plan("sequential", 16)),
-        (0.7, 0.05, 20, 1, Plan("sequential", 4)),
-        (0.8, 0.005, 20, 16, Plan("sequential", 4)),
+        (0.7, 0.05, 20, 1, Plan("sequential", 8)),
+        (0.8, 0.005, 20, 16, Plan("sequential", 8)),
         (0.3, 0.001, 0, 1, AR),
         (0.9, 0.02, 0, 64, AR),
     ],
@@ -198,7 +198,7 @@ def test_it_follows_a_text_that_changes():
         out = simulate(planner, table, traces)
         best = max(simulate(Fixed(p), table, traces).rate for p in CHAINS)
         assert out.rate >= (0.95 if traces is hard else 0.7) * best
-        assert planner.switches - before <= 6
+        assert planner.switches - before <= 8
 
 
 def test_a_table_that_errs_is_corrected_by_what_rounds_take():
@@ -227,7 +227,7 @@ def test_one_slow_round_is_not_believed():
 
 
 def test_easy_and_hard_requests_are_parted_where_that_pays():
-    table = costs(0.05, 25, fixed=0.2)
+    table = costs(0.01, 25)
     planner = Planner(table, CHAINS, probe=0.0)
     views = [View(i, 100) for i in range(16)]
     rng = np.random.default_rng(0)
@@ -267,13 +267,8 @@ def test_it_can_say_why():
     table = costs(0.01, 20)
     planner = Planner(table, whole_menu(20))
     simulate(planner, table, texts(0.8, 4))
-    assert planner.log[0].why == "first" and {d.why for d in planner.log} <= {
-        "first",
-        "keep",
-        "hold",
-        "switch",
-        "probe",
-    }
+    assert [d.why for d in planner.log][:4] == ["pace"] * 3 + ["first"]
+    assert {d.why for d in planner.log} <= {"pace", "first", "keep", "hold", "switch", "probe"}
     for d in planner.log:
         assert d.tokens.shape == d.ms.shape == (len(planner.plans),) and (d.ms > 0).all() and (d.tokens >= 1).all()
     assert len(planner.log) <= 512

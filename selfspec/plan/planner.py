@@ -17,6 +17,9 @@ from selfspec.plan.probe import Probe
 from selfspec.plan.value import Values
 
 
+PACED = 3  # plain rounds at the start; the first two of a shape compile and capture
+
+
 @dataclass(frozen=True)
 class View:
     """What a planner sees of a running request before a round.
@@ -118,7 +121,7 @@ class Decision:
         tokens: [K] expected per round over all requests, of every plan in the menu.
         ms: [K] expected per round.
         chosen: plan and number of requests of each assignment.
-        why: "first", "keep", "hold" (a better one is not better by enough, or for long enough), "switch" or "probe".
+        why: "pace" (plain decoding first, to see what its rounds take), "first", "keep", "hold" (a better one is not better by enough, or for long enough), "switch" or "probe".
     """
 
     number: int
@@ -134,7 +137,7 @@ class Planner:
 
     A batch may be split over two shapes where the table says that their two forwards pay. A change needs gains that add
     up to `patience` over the comparisons since the last one (a doubling at once, 2 % only if they last), and comes at
-    most every `dwell` rounds, so that graphs are not thrashed. Modes not in use are probed within a share of the time
+    most every `dwell` rounds (but for plain decoding, which may come at once), so that graphs are not thrashed. Modes not in use are probed within a share of the time
     (`Probe`). Plain decoding is in the menu like any other plan: where drafts do not pay, it wins.
 
     Args:
@@ -207,9 +210,10 @@ class Planner:
         offers = np.array([DEPTH if v.lookup is None else v.lookup for v in active])
         tokens, hit = self.values.tokens(self.estimator.all(keys, features).cumprod(2), left, offers)
         ms = self.values.ms(n, context, hit) * self.pace.factors(n)[:, None]
-        probed = self.probe.next(self, n, context)
+        # a few plain rounds first: how much longer than the table says are rounds of what all is measured against?
+        probed = self._plain if self.rounds <= PACED else self.probe.next(self, n, context)
         if probed is not None:
-            parts, why = [(probed, list(range(n)))], "probe"
+            parts, why = [(probed, list(range(n)))], "pace" if self.rounds <= PACED else "probe"
             self._keys = []
         else:
             parts, why = self._best(tokens, ms)
@@ -233,7 +237,8 @@ class Planner:
             kept = partition(tokens, ms, self.current)
             held = _rate(kept, tokens, ms)
             self._lead = max(self._lead + min(rate / held - 1.005, 1.0), 0.0)
-            if self._lead < self.patience or self._since < self.dwell:
+            early = self._since < self.dwell and best != [(self._plain, list(range(n)))]  # falling back needs no graph
+            if self._lead < self.patience or early:
                 self.rate = held
                 return kept, "keep" if rate <= held * 1.005 else "hold"
         why = "switch" if self.current else "first"
