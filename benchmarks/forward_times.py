@@ -1,43 +1,26 @@
-"""Forward times by rows, requests and entry layer.
+"""Forward times by rows, requests and entry layer: every point of a grid, eager and as CUDA graphs.
 
-python benchmarks/forward_times.py --model smollm2-135m-instruct --device cuda --json benchmarks/forward_times.json
+python benchmarks/forward_times.py --shape smollm2-135m --device cuda --json benchmarks/forward_times.json
+
+`selfspec profile` measures the same with the same code, in the way that the decoder runs, and keeps it for the planner.
 """
 
 import argparse
 import dataclasses
 import json
-import platform
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from selfspec import hub
-from selfspec.adapters import MaskPathConfig, MaskPathModel
-from selfspec.backbone import Backbone
+from selfspec.costs import bodies
+from selfspec.machine import device_name
 from selfspec.plan.latency import measure
-
-SMOLLM2 = dict(
-    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-    num_key_value_heads=3, head_dim=64, tie_word_embeddings=True, max_position_embeddings=8192,
-)  # fmt: skip
-
-
-def load(name: str, dtype: torch.dtype, device: str):
-    """A model by name; `random:smollm2-135m` is its shape with random weights, and a .json file is any shape."""
-    if name == "random:smollm2-135m":
-        config = LlamaConfig(**SMOLLM2)
-    elif name.endswith(".json"):
-        config = AutoConfig.from_pretrained(name)
-    else:
-        return hub.load(name, dtype=dtype, device=device)[0]
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def main() -> None:
     """Measures, prints a table, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="random:smollm2-135m")
+    parser.add_argument("--model", help="instead of a shape: a model by name")
+    parser.add_argument("--shape", default="smollm2-135m")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", default="1,16,64")
@@ -51,23 +34,30 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     numbers = {k: [int(x) for x in getattr(args, k).split(",")] for k in ("rows", "requests", "entries")}
-    model = load(args.model, getattr(torch, args.dtype), args.device)
-    machine = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.processor() or "cpu"
-    out = []
-    print(f"{args.model} {args.dtype} on {machine}, context {args.context}, torch {torch.__version__}, ", end="")
+    dtype, shape = getattr(torch, args.dtype), None if args.model else args.shape
+    backbones = bodies(
+        args.model or "",
+        shape,
+        "none",
+        tuple(numbers["entries"]),
+        dtype,
+        args.device,
+        max(numbers["rows"]),
+        args.backend,
+    )
+    machine = device_name(backbones[0].device)
+    name, out = args.model or f"random:{args.shape}", []
+    print(f"{name} {args.dtype} on {machine}, context {args.context}, torch {torch.__version__}, ", end="")
     print(f"attention {args.backend}{', compiled layers' if args.compile else ''}")
     print(f"{'kind':6} {'entry':>5} {'requests':>8} {'rows':>5} {'graph':>6} {'ms':>8} {'low':>8} {'high':>8}")
+    if args.compile:
+        for backbone in backbones:
+            backbone.compile()
     for graph in [x == "graph" for x in args.launch.split(",")]:
-        for entry in [None, *numbers["entries"]]:
-            path = None
-            if entry is not None:
-                path = MaskPathModel(model, MaskPathConfig(block_size=max(numbers["rows"]), entry=entry))
-            backbone = Backbone(model, path, args.backend)
-            if args.compile:
-                backbone.compile()
+        # clean rows take no notice of the mask path: any backbone times them
+        for kind, backbone in [("clean", backbones[0]), *(("draft", b) for b in backbones)]:
             for n in numbers["requests"]:
-                for r in numbers["rows"] if entry is None else [x for x in numbers["rows"] if x > 1]:
-                    kind = "clean" if entry is None else "draft"
+                for r in [r for r in numbers["rows"] if kind == "clean" or r > 1]:
                     point = measure(backbone, kind, n, r, args.context, graph, args.repeats)
                     out.append(dataclasses.asdict(point))
                     print(
@@ -77,7 +67,7 @@ def main() -> None:
                     )
     if args.json:
         head = {
-            "model": args.model,
+            "model": name,
             "backend": args.backend,
             "compile": args.compile,
             "dtype": args.dtype,

@@ -76,7 +76,7 @@ class Estimator:
         self._lately = np.zeros(3)  # failures, failures that the shared curves expected, trials of all drafts
         stages = np.array([_stage(k)[0] for k in self.kinds])
         self._stages = [np.flatnonzero(stages == s) for s in range(3)]
-        self._parent = np.array([self.index[_parent(k)] for k in self.kinds])
+        self.parent = np.array([self.index[_parent(k)] for k in self.kinds])
         self._odds = np.array([{"hidden": 1.6, "loop": 0.9}.get(k.source, 1.0) for k in self.kinds])[:, None]
         # further candidates catch a share of the failures that grows with the logarithm of the nodes
         self._catch = np.array([0.04 * np.log2(k.nodes) if k.nodes else 0.0 for k in self.kinds])[:, None]
@@ -85,7 +85,8 @@ class Estimator:
     @property
     def now(self) -> float:
         """How many times the usual odds of failing texts have lately: what a new request is taken for."""
-        return float(_odds(*self._lately, weight=10.0))
+        failed, expected, trials = self._lately.tolist()
+        return _odds(failed, expected, trials, weight=10.0)
 
     def shared(self) -> tuple[np.ndarray, np.ndarray]:
         """Priors and curves of all families over all requests. [F, DEPTH] each"""
@@ -94,9 +95,9 @@ class Estimator:
             odds = _odds(*self._sums.T)[:, None]
             for stage, at in enumerate(self._stages):
                 if stage == 1:
-                    prior[at] = harder(out[self._parent[at]], self._odds[at])
+                    prior[at] = harder(out[self.parent[at]], self._odds[at])
                 if stage == 2:
-                    chain = out[self._parent[at]]
+                    chain = out[self.parent[at]]
                     prior[at] = np.clip(chain + (1 - chain) * self._catch[at], LEAST, MOST)
                 level = harder(prior[at], odds[at])
                 out[at] = np.clip((self.won[at] + 24 * level) / (self.tried[at] + 24), LEAST, MOST)
@@ -181,7 +182,7 @@ def harder(curve: np.ndarray, odds: np.ndarray | float) -> np.ndarray:
     return curve / (curve + (1 - curve) * odds)
 
 
-def _odds(failed, expected, trials, target=1.0, weight=3.0):
+def _odds(failed, expected, trials, target=1.0, weight=6.0):
     """How many times the expected odds of failing were seen, shrunk towards a target by so many trials."""
     share = (expected + 0.5) / (trials + 1)
     prior = share * target / (1 - share + share * target)
@@ -245,13 +246,13 @@ class _Own:
         self.counts[1, seen.family] += seen.tried
 
     def _contradicted(self, target: float) -> bool:
-        """Whether the window failed much more, or less, often than the counts say (2.5 standard deviations)."""
+        """Whether the window failed much more, or less, often than the counts say (2.75 standard deviations)."""
         failed = expected = trials = 0.0
         for r in self.recent:
             if r.drafted:
                 failed, expected, trials = failed + r.failed, expected + r.expected, trials + r.trials
         foreseen, variance = _foreseen(expected, trials, self.odds(target))
-        return abs(failed - foreseen) > 2.5 * (variance + 0.5) ** 0.5
+        return abs(failed - foreseen) > 2.75 * (variance + 0.5) ** 0.5
 
 
 def _foreseen(expected: float, trials: float, odds: float) -> tuple[float, float]:
