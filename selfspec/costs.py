@@ -36,7 +36,14 @@ def layers(text: str) -> Layers:
 
 
 def bodies(
-    model: str, shape: str | None, adapter: str, entries: tuple[int, ...], dtype: torch.dtype, device: str
+    model: str,
+    shape: str | None,
+    adapter: str,
+    entries: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    block_size: int = 16,
+    backend: str | None = None,
 ) -> list[Backbone]:
     """The model, once for every mask path whose drafts are to be timed.
 
@@ -47,15 +54,17 @@ def bodies(
         entries: time untrained mask paths that enter at these layers, instead of an adapter.
         dtype: of the weights.
         device: where they go.
+        block_size: of untrained mask paths.
+        backend: attention backend; by default the decoder's.
     """
     hf = load_model(model, dtype, device) if shape is None else shapes.random_model(shape, dtype, device)
     if entries or shape is not None:
-        made = [MaskPathModel(hf, MaskPathConfig(entry=e, layouts=("known", "hidden"))) for e in entries or (0,)]
+        made = [MaskPathModel(hf, MaskPathConfig(block_size, e, layouts=("known", "hidden"))) for e in entries or (0,)]
         paths: list[MaskPathModel | None] = [p.requires_grad_(False).eval() for p in made]
     else:
         found = io.shipped_for(hf) if adapter == "auto" else None if adapter == "none" else adapter
         paths = [None if found is None else io.load(found, hf)]
-    out = [Backbone(hf, p) for p in paths]
+    out = [Backbone(hf, p) if backend is None else Backbone(hf, p, backend) for p in paths]
     for body in out:
         body.pack()
     return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-_QWEN3 = dict(vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960)
 SHAPES = {
     "smollm2-135m": LlamaConfig(
         vocab_size=49152,
@@ -24,7 +23,10 @@ SHAPES = {
         num_hidden_layers=28,
         num_attention_heads=16,
         tie_word_embeddings=True,
-        **_QWEN3,
+        vocab_size=151936,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
     ),
     "qwen3-8b": Qwen3Config(
         hidden_size=4096,
@@ -32,7 +34,10 @@ SHAPES = {
         num_hidden_layers=36,
         num_attention_heads=32,
         tie_word_embeddings=False,
-        **_QWEN3,
+        vocab_size=151936,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
     ),
 }
 

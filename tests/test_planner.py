@@ -57,7 +57,7 @@ def test_menus_hold_only_what_an_adapter_was_trained_for():
     }  # fmt: skip
     plain = menu([MaskPathConfig(8)])
     assert {p.mode for p in plain} == {"ar", "lookup", "sequential", "tree"}
-    assert max(p.block_size for p in plain) == 8
+    assert max(p.block_size for p in plain if p.drafts) == 8
     assert {p.mode for p in menu([])} == {"ar", "lookup"}
     two = menu([MaskPathConfig(8), MaskPathConfig(16, entry=20)], modes=("sequential",))
     assert {(p.adapter, p.block_size) for p in two if p.drafts} == {(0, b) for b in (2, 4, 8)} | {
@@ -146,7 +146,7 @@ def test_counted_lengths_make_a_trace():
     assert out.tau == pytest.approx(stats.tau, rel=0.05)
 
 
-@pytest.mark.parametrize("c, per_row, entry, slots", [*product((0.01, 0.4, 0.6), (0.001, 0.03), (0, 20), (1, 8))])
+@pytest.mark.parametrize("c, per_row, entry, slots", [*product((0.01, 0.5), (0.001, 0.03), (0, 20), (1, 8))])
 def test_it_never_loses_to_plain_decoding(c, per_row, entry, slots):
     table, requests = costs(per_row, entry), texts(c, max(12, 3 * slots))
     planner = Planner(table, whole_menu(entry))
@@ -166,8 +166,8 @@ def test_where_drafts_cannot_pay_they_are_not_even_probed():
     "c, per_row, entry, slots, best",
     [
         (0.9, 0.001, 20, 1, Plan("sequential", 16)),
-        (0.7, 0.05, 20, 1, Plan("sequential", 4)),
-        (0.8, 0.005, 20, 16, Plan("sequential", 4)),
+        (0.7, 0.05, 20, 1, Plan("sequential", 8)),
+        (0.8, 0.005, 20, 16, Plan("sequential", 8)),
         (0.3, 0.001, 0, 1, AR),
         (0.9, 0.02, 0, 64, AR),
     ],
@@ -194,11 +194,11 @@ def test_it_follows_a_text_that_changes():
     easy, hard = texts(0.9, 12), texts(0.01, 12, seed=50)
     planner = Planner(table, CHAINS)
     for traces in (easy, hard, easy):
-        before = planner.switches
+        before, rounds = planner.switches, planner.rounds
         out = simulate(planner, table, traces)
         best = max(simulate(Fixed(p), table, traces).rate for p in CHAINS)
         assert out.rate >= (0.95 if traces is hard else 0.7) * best
-        assert planner.switches - before <= 6
+        assert planner.switches - before <= (planner.rounds - rounds) / 40
 
 
 def test_a_table_that_errs_is_corrected_by_what_rounds_take():
@@ -227,16 +227,15 @@ def test_one_slow_round_is_not_believed():
 
 
 def test_easy_and_hard_requests_are_parted_where_that_pays():
-    table = costs(0.05, 25, fixed=0.2)
+    table = costs(0.01, 25)
     planner = Planner(table, CHAINS, probe=0.0)
     views = [View(i, 100) for i in range(16)]
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        assignments = planner.round(views)
-        for a in assignments:
-            easy = [0.95 if v.key < 4 else 0.02 for v in a.views]
-            emitted = [1 + min(int(rng.geometric(1 - c)) - 1, o) for c, o in zip(easy, a.offered, strict=True)]
-            planner.observe(a, emitted)
+    rng, seen = np.random.default_rng(0), Assignment(tuple(views), Plan("sequential", 16))
+    for _ in range(10):
+        runs = [min(int(rng.geometric(0.05 if v.key < 4 else 0.98)) - 1, 15) for v in views]
+        planner.observe(seen, [1 + run for run in runs])
+    planner.rounds = 3
+    assignments = planner.round(views)
     by_key = {v.key: a.plan for a in assignments for v in a.views}
     assert len(assignments) == 2 and by_key[0].drafts and by_key[15] == AR
 
@@ -267,13 +266,8 @@ def test_it_can_say_why():
     table = costs(0.01, 20)
     planner = Planner(table, whole_menu(20))
     simulate(planner, table, texts(0.8, 4))
-    assert planner.log[0].why == "first" and {d.why for d in planner.log} <= {
-        "first",
-        "keep",
-        "hold",
-        "switch",
-        "probe",
-    }
+    assert [d.why for d in planner.log][:4] == ["pace"] * 3 + ["first"]
+    assert {d.why for d in planner.log} <= {"pace", "first", "keep", "hold", "switch", "probe"}
     for d in planner.log:
         assert d.tokens.shape == d.ms.shape == (len(planner.plans),) and (d.ms > 0).all() and (d.tokens >= 1).all()
     assert len(planner.log) <= 512

@@ -71,7 +71,8 @@ class Pace:
     def __init__(self, plans: int):
         self.plans = plans
         self.seen: dict[int, np.ndarray] = {}  # bucket of requests -> [3, K] rounds, weight, mean log ratio
-        self.all = [0.0, 0.0]  # weight, mean log ratio
+        self.ever = np.zeros((2, plans))  # weight, mean log ratio over all numbers of requests
+        self.all = [0.0, 0.0]  # the same over all plans
 
     def _bucket(self, n: int) -> np.ndarray:
         return self.seen.setdefault(n.bit_length(), np.zeros((3, self.plans)))
@@ -79,7 +80,8 @@ class Pace:
     def factors(self, n: int) -> np.ndarray:
         """Multiply the table's milliseconds. [K]"""
         _, weight, mean = self._bucket(n)
-        return np.exp((weight * mean + 2 * self.all[1]) / (weight + 2))
+        ever = (self.ever[0] * self.ever[1] + 2 * self.all[1]) / (self.ever[0] + 2)
+        return np.exp((weight * mean + 2 * ever) / (weight + 2))
 
     def observe(self, k: int, n: int, expected: float, real: float) -> None:
         """Book a round of plan k; both in milliseconds. The first two of a shape compile and capture, and say nothing.
@@ -92,8 +94,10 @@ class Pace:
             return
         ratio = min(max(log(real / expected), -3.0), 3.0)
         if weight[k] >= 8:
-            ratio = min(max(ratio, mean[k] - 0.2), mean[k] + 0.2)
+            ratio = min(max(ratio, mean[k] - 0.5), mean[k] + 0.5)
         weight[k] = min(weight[k] + 1, 20)
         mean[k] += (ratio - mean[k]) / weight[k]
+        self.ever[0, k] = min(self.ever[0, k] + 1, 20)
+        self.ever[1, k] += (ratio - self.ever[1, k]) / self.ever[0, k]
         self.all[0] = min(self.all[0] + 1, 50)
         self.all[1] += (ratio - self.all[1]) / self.all[0]

@@ -73,13 +73,20 @@ class Estimator:
         self._start = np.array([_curve(0.3 if k.source == "lookup" else priors[k.adapter]) for k in self.kinds])
         self.won, self.tried = np.zeros((f, DEPTH)), np.zeros((f, DEPTH))  # fading, over all requests
         self._sums = np.zeros((f, 3))  # failures, failures that the prior curve expected, trials
+        self._lately = np.zeros(3)  # failures, failures that the shared curves expected, trials of all drafts
         stages = np.array([_stage(k)[0] for k in self.kinds])
         self._stages = [np.flatnonzero(stages == s) for s in range(3)]
-        self._parent = np.array([self.index[_parent(k)] for k in self.kinds])
+        self.parent = np.array([self.index[_parent(k)] for k in self.kinds])
         self._odds = np.array([{"hidden": 1.6, "loop": 0.9}.get(k.source, 1.0) for k in self.kinds])[:, None]
         # further candidates catch a share of the failures that grows with the logarithm of the nodes
         self._catch = np.array([0.04 * np.log2(k.nodes) if k.nodes else 0.0 for k in self.kinds])[:, None]
         self._curves: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def now(self) -> float:
+        """How many times the usual odds of failing texts have lately: what a new request is taken for."""
+        failed, expected, trials = self._lately.tolist()
+        return _odds(failed, expected, trials, weight=10.0)
 
     def shared(self) -> tuple[np.ndarray, np.ndarray]:
         """Priors and curves of all families over all requests. [F, DEPTH] each"""
@@ -88,9 +95,9 @@ class Estimator:
             odds = _odds(*self._sums.T)[:, None]
             for stage, at in enumerate(self._stages):
                 if stage == 1:
-                    prior[at] = harder(out[self._parent[at]], self._odds[at])
+                    prior[at] = harder(out[self.parent[at]], self._odds[at])
                 if stage == 2:
-                    chain = out[self._parent[at]]
+                    chain = out[self.parent[at]]
                     prior[at] = np.clip(chain + (1 - chain) * self._catch[at], LEAST, MOST)
                 level = harder(prior[at], odds[at])
                 out[at] = np.clip((self.won[at] + 24 * level) / (self.tried[at] + 24), LEAST, MOST)
@@ -109,9 +116,9 @@ class Estimator:
             [F, n, DEPTH]
         """
         n, (_, shared) = len(keys), self.shared()
-        mine = [self.own.get(k) for k in keys]
+        mine, now = [self.own.get(k) for k in keys], self.now
         odds = np.ones((len(self.kinds), n))
-        odds[~self._lookup] = self.effect.factor(features, n) * [1.0 if o is None else o.odds for o in mine]
+        odds[~self._lookup] = self.effect.factor(features, n) * [now if o is None else o.odds(now) for o in mine]
         level = harder(shared[:, None], odds[:, :, None])
         none = np.zeros((2, *self.won.shape))
         won, tried = np.stack([none if o is None else o.counts for o in mine], 2)
@@ -148,12 +155,13 @@ class Estimator:
         odds = np.ones(n) if self._lookup[f] else self.effect.factor(features, n)
         failed, trials = (tried & ~won).sum(1), tried.sum(1)
         expected = (tried * (1 - harder(shared[f], odds[:, None]))).sum(1)
-        surprise = np.zeros(n)
+        surprise, now = np.zeros(n), self.now
         for i, sums in enumerate(zip(failed.tolist(), expected.tolist(), trials.tolist(), strict=True)):
             own = self.own.setdefault(keys[i], _Own(self.fade, self.window, self.won.shape))
-            surprise[i] = own.add(_Round(f, won[i], tried[i], *sums, not self._lookup[f]))
+            surprise[i] = own.add(_Round(f, won[i], tried[i], *sums, not self._lookup[f]), now)
         if not self._lookup[f]:
             self.effect.learn(features, surprise)
+            self._lately = 0.97 * self._lately + (failed.sum(), expected.sum(), trials.sum())
         by_prior = float((tried * (1 - priors[f])).sum())
         self.won[f] = FADE * self.won[f] + won.sum(0)
         self.tried[f] = FADE * self.tried[f] + tried.sum(0)
@@ -174,10 +182,11 @@ def harder(curve: np.ndarray, odds: np.ndarray | float) -> np.ndarray:
     return curve / (curve + (1 - curve) * odds)
 
 
-def _odds(failed, expected, trials):
-    """How many times the expected odds of failing were seen, shrunk towards 1."""
+def _odds(failed, expected, trials, target=1.0, weight=6.0):
+    """How many times the expected odds of failing were seen, shrunk towards a target by so many trials."""
     share = (expected + 0.5) / (trials + 1)
-    return (failed + 3 * share) / (trials - failed + 3 * (1 - share)) * (1 - share) / share
+    prior = share * target / (1 - share + share * target)
+    return (failed + weight * prior) / (trials - failed + weight * (1 - prior)) * (1 - share) / share
 
 
 def _stage(family: Family) -> tuple[int, Family]:
@@ -211,17 +220,16 @@ class _Own:
         self.counts = np.zeros((2, *shape))
         self.failed = self.expected = self.trials = 0.0
 
-    @property
-    def odds(self) -> float:
-        """How many times the shared odds of failing this text has."""
-        return _odds(self.failed, self.expected, self.trials)
+    def odds(self, target: float) -> float:
+        """How many times the shared odds of failing this text has; about what others have lately, until it shows."""
+        return _odds(self.failed, self.expected, self.trials, target)
 
-    def add(self, seen: _Round) -> float:
+    def add(self, seen: _Round, target: float) -> float:
         """Book a round. Returns its failures beyond what was foreseen."""
-        foreseen = _foreseen(seen.expected, seen.trials, self.odds)[0]
+        foreseen = _foreseen(seen.expected, seen.trials, self.odds(target))[0]
         self.recent.append(seen)
         self._book(seen)
-        if len(self.recent) == self.recent.maxlen and self._contradicted():
+        if len(self.recent) == self.recent.maxlen and self._contradicted(target):
             self.counts[:] = 0.0
             self.failed = self.expected = self.trials = 0.0
             for earlier in self.recent:
@@ -237,14 +245,14 @@ class _Own:
         self.counts[0, seen.family] += seen.won
         self.counts[1, seen.family] += seen.tried
 
-    def _contradicted(self) -> bool:
-        """Whether the window failed much more, or less, often than the counts say (2.5 standard deviations)."""
+    def _contradicted(self, target: float) -> bool:
+        """Whether the window failed much more, or less, often than the counts say (2.75 standard deviations)."""
         failed = expected = trials = 0.0
         for r in self.recent:
             if r.drafted:
                 failed, expected, trials = failed + r.failed, expected + r.expected, trials + r.trials
-        foreseen, variance = _foreseen(expected, trials, self.odds)
-        return abs(failed - foreseen) > 2.5 * (variance + 0.5) ** 0.5
+        foreseen, variance = _foreseen(expected, trials, self.odds(target))
+        return abs(failed - foreseen) > 2.75 * (variance + 0.5) ** 0.5
 
 
 def _foreseen(expected: float, trials: float, odds: float) -> tuple[float, float]:

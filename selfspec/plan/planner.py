@@ -16,6 +16,8 @@ from selfspec.plan.estimate import DEPTH, Estimator, families
 from selfspec.plan.probe import Probe
 from selfspec.plan.value import Values
 
+PACED = 3  # plain rounds at the start; the first two of a shape compile and capture
+
 
 @dataclass(frozen=True)
 class View:
@@ -118,7 +120,8 @@ class Decision:
         tokens: [K] expected per round over all requests, of every plan in the menu.
         ms: [K] expected per round.
         chosen: plan and number of requests of each assignment.
-        why: "first", "keep", "hold" (a better one is not better by enough, or for long enough), "switch" or "probe".
+        why: "pace" (plain decoding first, to see what its rounds take), "first", "keep", "hold" (a better one is not
+            better by enough, or for long enough), "switch" or "probe".
     """
 
     number: int
@@ -133,15 +136,16 @@ class Planner:
     """Chooses, every few rounds, the plans with the most expected tokens per millisecond: estimate x latency table.
 
     A batch may be split over two shapes where the table says that their two forwards pay. A change needs gains that add
-    up to `patience` over the comparisons since the last one (a doubling at once, 2 % only if they last), and comes at
-    most every `dwell` rounds, so that graphs are not thrashed. Modes not in use are probed within a share of the time
-    (`Probe`). Plain decoding is in the menu like any other plan: where drafts do not pay, it wins.
+    up to `patience` over the comparisons since the last one (a third at once, 2 % only if they last), and comes at
+    most every `dwell` rounds, so that graphs are not thrashed; plain decoding may come back at once. Modes not in use
+    are probed within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred
+    within 1.5 %: where drafts do not pay, it wins.
 
     Args:
         costs: the latency table.
         plans: what to choose from (`selfspec.plan.menu`); plain decoding is one of them.
         estimator: of acceptance.
-        patience: relative gains that have to add up before a change; 0.5 % of each comparison does not count.
+        patience: relative gains that have to add up before a change; 1 % of each comparison does not count.
         dwell: rounds between two changes.
         every: rounds between two comparisons while the same requests run.
         probe: share of the time for modes not in use.
@@ -159,7 +163,7 @@ class Planner:
         costs: Costs,
         plans: Sequence[Plan],
         estimator: Estimator | None = None,
-        patience: float = 0.2,
+        patience: float = 0.3,
         dwell: int = 4,
         every: int = 4,
         probe: float = 0.02,
@@ -207,9 +211,10 @@ class Planner:
         offers = np.array([DEPTH if v.lookup is None else v.lookup for v in active])
         tokens, hit = self.values.tokens(self.estimator.all(keys, features).cumprod(2), left, offers)
         ms = self.values.ms(n, context, hit) * self.pace.factors(n)[:, None]
-        probed = self.probe.next(self, n, context)
+        # a few plain rounds first: how much longer than the table says are rounds of what all is measured against?
+        probed = self._plain if self.rounds <= PACED else self.probe.next(self, n, context)
         if probed is not None:
-            parts, why = [(probed, list(range(n)))], "probe"
+            parts, why = [(probed, list(range(n)))], "pace" if self.rounds <= PACED else "probe"
             self._keys = []
         else:
             parts, why = self._best(tokens, ms)
@@ -223,7 +228,8 @@ class Planner:
 
     def _best(self, tokens: np.ndarray, ms: np.ndarray) -> tuple[list[tuple[int, list[int]]], str]:
         """The parts to run, and why: the best ones, or those in use where the best gain too little."""
-        n = len(tokens)
+        n, tokens = len(tokens), tokens.copy()
+        tokens[:, self._plain] *= 1.015  # what is gained by less is lost to drafts that do worse than expected
         # two shapes are compared among those that do best alone, and those that suit somebody best
         alone = tokens / ms[:, n]  # [n, K]
         few = {self._plain, *np.argsort(-alone.sum(0))[:4].tolist(), *np.argmax(alone, 1)[:2].tolist()}
@@ -232,10 +238,11 @@ class Planner:
         if self.current:
             kept = partition(tokens, ms, self.current)
             held = _rate(kept, tokens, ms)
-            self._lead = max(self._lead + min(rate / held - 1.005, 1.0), 0.0)
-            if self._lead < self.patience or self._since < self.dwell:
+            self._lead = max(self._lead + min(rate / held - 1.01, 1.0), 0.0)
+            early = self._since < self.dwell and best != [(self._plain, list(range(n)))]  # falling back needs no graph
+            if self._lead < self.patience or early:
                 self.rate = held
-                return kept, "keep" if rate <= held * 1.005 else "hold"
+                return kept, "keep" if rate <= held * 1.01 else "hold"
         why = "switch" if self.current else "first"
         chosen = tuple(sorted({k for k, _ in best}))
         self.switches += bool(self.current) and chosen != self.current

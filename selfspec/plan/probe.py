@@ -45,7 +45,8 @@ class Probe:
         if not self.share or not planner.rate or self.spent > self.share * self.total or self.round < self.looked + 8:
             return None
         self.looked = self.round
-        for _, k, family, ms in sorted(self._hopes(planner, n, context), reverse=True):
+        for _, k, family in sorted(self._hopes(planner, n, context), reverse=True):
+            ms = planner.costs.round(planner.plans[k], n, context) * float(planner.pace.factors(n)[k])
             length = 2 if planner.plans[k].overlap else 1  # what an overlap saves is verified a round later
             if self.spent + length * ms > self.share * (self.total + length * ms):
                 continue
@@ -55,24 +56,25 @@ class Probe:
             return self._marked_as(planner, k)
         return None
 
-    def _hopes(self, planner: Planner, n: int, context: float) -> list[tuple[float, int, Family, float]]:
-        """(tokens per ms at best, plan, family, ms) of every family whose turn it could be and that may win."""
+    def _hopes(self, planner: Planner, n: int, context: float) -> list[tuple[float, int, Family]]:
+        """(tokens per ms at best, plan, family) of every family whose turn it could be and that may win."""
         estimator, values = planner.estimator, planner.values
         age = self.round - np.array([self.last.get(f, 0) for f in estimator.kinds])
         tried = estimator.tried[:, 0] * 0.998**age
+        tried = tried + 0.5 * tried[estimator.parent]  # kin tell much of each other
         curves = harder(estimator.shared()[1], np.exp(-1.5 / (1 + tried / 4) ** 0.5)[:, None])  # [F, DEPTH]
         many = np.full(1, 1 << 30)
         tokens, hit = values.tokens(curves.cumprod(1)[:, None], many, many)
         ms = values.ms(n, context, hit)[:, n] * planner.pace.factors(n)  # [K]
         hope = n * tokens[0] / ms
         used = {f for k in planner.current for f in families(planner.plans[k])}
-        found: dict[Family, tuple[float, int, Family, float]] = {}
+        found: dict[Family, tuple[float, int, Family]] = {}
         for k in np.argsort(-hope).tolist():
             if hope[k] <= planner.rate:
                 break
             family = families(planner.plans[k])[1]
             if family not in used and planner.plans[k].nodes > 1 and self.round >= self.due.get(family, 0):
-                found.setdefault(family, (float(hope[k]), k, family, float(ms[k])))
+                found.setdefault(family, (float(hope[k]), k, family))
         return list(found.values())
 
     def _marked_as(self, planner: Planner, k: int) -> int:

@@ -134,7 +134,7 @@ class Outcome:
     prefill_ms: float = 0.0
     rounds: int = 0
     accepted: Counter[int] = field(default_factory=Counter)
-    plans: Counter[Plan] = field(default_factory=Counter)
+    plans: dict[Plan, float] = field(default_factory=dict)
     latency: list[float] = field(default_factory=list)
 
     @property
@@ -188,15 +188,15 @@ def simulate(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int =
             for r in joining:
                 r.admitted = clock
             active += joining
-        by_key = {r.key: r for r in active}
+        by_key: dict[Hashable, _Running] = {r.key: r for r in active}
         assignments = policy.round([r.view() for r in active])
-        if sorted(k for a in assignments for k in a.keys) != sorted(by_key):
+        if Counter(k for a in assignments for k in a.keys) != Counter(by_key.keys()):
             raise ValueError("a policy has to give every running request one plan")
         for a in assignments:
             ms = costs.round(a.plan, len(a.views), a.context, sum(not v.saved for v in a.views))
             ms *= float(np.exp(noise * rng.standard_normal())) if noise else 1.0
             clock, out.ms = clock + ms, out.ms + ms
-            out.plans[a.plan] += ms
+            out.plans[a.plan] = out.plans.get(a.plan, 0.0) + ms
             group = [by_key[v.key] for v in a.views]
             emitted = [_step(r, a.plan, room) for r, room in zip(group, a.offered, strict=True)]
             out.tokens, out.rounds = out.tokens + sum(emitted), out.rounds + len(emitted)

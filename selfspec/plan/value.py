@@ -29,9 +29,10 @@ class Values:
         self.saved = np.array([index[s] for _, s in pairs])
         self.depth = np.array([(p.block_size if p.tree else p.nodes) - 1 for p in plans])
         self.lookup = np.array([p.lookup for p in plans])
-        self.overlaps = np.flatnonzero([p.overlap for p in plans])
-        self.groups = np.array([min(plans[k].groups or DEPTH + 1, DEPTH + 1) for k in self.overlaps], int)
-        self.every = np.array([plans[k].groups is None for k in self.overlaps], bool)
+        over = [k for k, p in enumerate(plans) if p.overlap]
+        self.overlaps = np.array(over, int)
+        self.groups = np.array([min(plans[k].groups or DEPTH + 1, DEPTH + 1) for k in over], int)
+        self.every = np.array([plans[k].groups is None for k in over], bool)
         self.hits = np.zeros((2, len(plans)))  # hits and tries of overlaps, fading
         self._parts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -69,7 +70,7 @@ class Values:
         edge = np.ones((len(o), runs.shape[1], 1))
         ends = np.concatenate([edge, runs], 2) - np.concatenate([runs, 0 * edge], 2)
         most = np.sort(ends, 2)[:, :, ::-1].cumsum(2)  # [O, n, DEPTH + 1]
-        chance = np.take_along_axis(most, self.groups[:, None, None] - 1, 2)[:, :, 0]
+        chance = np.take_along_axis(most, np.subtract(self.groups, 1)[:, None, None], 2)[:, :, 0]
         hits, tries = self.hits[:, o, None]
         return np.where(self.every[:, None], 1.0, (10 * chance + hits) / (10 + tries))
 
