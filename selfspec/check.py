@@ -12,13 +12,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
 from selfspec import options, prompts
@@ -33,11 +32,6 @@ from selfspec.terminal import Progress, refusing, show_table
 
 CONTROL = 8  # batch of the control: plain Hugging Face against itself
 SAVE_EVERY = 30.0  # seconds between partial reports
-
-
-def sampled(help: str) -> Any:
-    """An option that says how tokens are chosen."""
-    return typer.Option(help=help, rich_help_panel="Sampling", show_default=False)
 
 
 @dataclass
@@ -253,36 +247,36 @@ def show(data: dict[str, Any]) -> None:
         print(f"{plain} at batch {CONTROL} is the control: plain decoding against its batch 1, {data['dtype']}")
 
 
-@options.chosen
-def main(
-    where: options.Chosen = options.EXACT,
-    files: options.Prompts = None,
-    limit: options.Limit = 40,
-    max_new_tokens: options.MaxNewTokens = 128,
-    batch: options.Batches = None,
-    mode: options.Modes = None,
-    temperature: Annotated[float | None, sampled("Sample at this temperature.")] = None,
-    top_p: Annotated[float | None, sampled("Sample from so much probability.")] = None,
-    top_k: Annotated[int | None, sampled("Sample from so many tokens (0: all; transformers' default is 50).")] = None,
-    min_p: Annotated[float | None, sampled("Sample from tokens so probable, beside the best.")] = None,
-    repetition_penalty: Annotated[float | None, sampled("Above 1 against repetition.")] = None,
-    seed: Annotated[int | None, sampled("Sample, with this seed; 0 by default when sampling.")] = None,
-    report_to: options.Report = None,
+def run(
+    where: options.Chosen,
+    files: list[str] | None,
+    limit: int | None,
+    max_new_tokens: int,
+    batches: Sequence[int],
+    mode: tuple[str, ...] | None,
+    choice: dict[str, float],
+    seed: int | None,
+    report_to: Path | None,
 ) -> int:
-    """The lossless audit: compare every answer, token for token, with plain Hugging Face generate, or sampled ones with
-    plain decoding of the same seed. Exits with 1 if any answer differs without proof of a tie."""
-    warpers = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    choice = {k: v for k, v in {**warpers, "repetition_penalty": repetition_penalty}.items() if v is not None}
-    if seed is None and warpers.keys() & choice.keys():
-        seed = 0
+    """`selfspec check`. Returns 1 if an answer differs without proof of a tie.
+
+    Args:
+        where: the model.
+        files: prompts.
+        limit: of each file.
+        max_new_tokens: per answer.
+        batches: sizes.
+        mode: modes, or the model's own.
+        choice: warpers and penalties by their names in transformers; with warpers, `seed` is not None.
+        seed: of sampling.
+        report_to: the JSON file.
+    """
     with refusing():
         sets = prompts.read_sets(files, limit)
         model = options.load_model(where)
         modes = options.check_modes(model, mode, where)
         options.require_fit(model, sets, max_new_tokens)
-        settings = Settings(
-            modes, list(batch or (1,)), max_new_tokens, where.block_size, where.tree_nodes, choice, seed
-        )
+        settings = Settings(modes, list(batches), max_new_tokens, where.block_size, where.tree_nodes, choice, seed)
         replace(settings, cap=1).ask(model, [[0]], Run("", "ar", 1), 0)  # values are refused before any work
     facts = {"model": where.model, "adapter": where.adapter, "settings": asdict(settings), **options.setting(model)}
     half = facts["dtype"] in ("bfloat16", "float16")

@@ -39,12 +39,12 @@ COMMANDS: dict[str, Command] = {
     "chat": Command("talk to a model in the terminal", "selfspec.commands:chat"),
     "demo": Command("see self-speculation at work, measured and proved", "selfspec.commands:demo"),
     "info": Command("what is installed, and whether a model and an adapter fit", "selfspec.commands:info"),
-    "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
+    "check": Command("prove that answers are the model's own, token for token", "selfspec.commands:check"),
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.commands:bench"),
     "report": Command("draw the figures of bench runs on one page", "selfspec.commands:report"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.commands:answer"),
-    "profile": Command("measure what forwards cost here, for the planner", "selfspec.costs:main"),
-    "explain": Command("show what the planner expects and chooses for a prompt", "selfspec.explain:main"),
+    "profile": Command("measure what forwards cost here, for the planner", "selfspec.commands:profile"),
+    "explain": Command("show what the planner expects and chooses for a prompt", "selfspec.commands:explain"),
     "train": Command("train an adapter on answers", "selfspec.training.trainer:main"),
 }
 

@@ -4,16 +4,19 @@ there at once."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from selfspec import options
-from selfspec.options import FAST, MODEL, Chosen, DtypeName, MaxNewTokens, Mode, ShowStats, Sizes, System, chosen
+from selfspec.options import EXACT, FAST, MODEL, Chosen, DtypeName, MaxNewTokens, Mode, ShowStats, Sizes, System, chosen
 from selfspec.terminal import refuse
 from selfspec.training.options import AnswerOptions, Mix, mix
 
 ASKED = AnswerOptions()
+SizeList = Annotated[Sizes | None, typer.Option(parser=options.sizes, metavar="N,...", show_default="many")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @chosen
@@ -64,12 +67,44 @@ def info(
     adapter: options.Adapter = "auto",
     dtype: Annotated[DtypeName | None, typer.Option(help="Of the weights; by default the checkpoint's.")] = None,
     device: options.Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """What is installed, whether a model is supported, and whether an adapter fits it."""
     from selfspec.info import run
 
     return run(model, adapter, dtype, device, as_json)
+
+
+def sampled(help: str) -> Any:
+    """An option that says how tokens are chosen."""
+    return typer.Option(help=help, rich_help_panel="Sampling", show_default=False)
+
+
+@chosen
+def check(
+    where: Chosen = EXACT,
+    files: options.Prompts = None,
+    limit: options.Limit = 40,
+    max_new_tokens: MaxNewTokens = 128,
+    batch: options.Batches = None,
+    mode: options.Modes = None,
+    temperature: Annotated[float | None, sampled("Sample at this temperature.")] = None,
+    top_p: Annotated[float | None, sampled("Sample from so much probability.")] = None,
+    top_k: Annotated[int | None, sampled("Sample from so many tokens (0: all; transformers' default is 50).")] = None,
+    min_p: Annotated[float | None, sampled("Sample from tokens so probable, beside the best.")] = None,
+    repetition_penalty: Annotated[float | None, sampled("Above 1 against repetition.")] = None,
+    seed: Annotated[int | None, sampled("Sample, with this seed; 0 by default when sampling.")] = None,
+    report_to: options.Report = None,
+) -> int:
+    """The lossless audit: compare every answer, token for token, with plain Hugging Face generate, or sampled ones with
+    plain decoding of the same seed. Exits with 1 if any answer differs without proof of a tie."""
+    from selfspec.check import run
+
+    warpers = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    choice = {k: v for k, v in {**warpers, "repetition_penalty": repetition_penalty}.items() if v is not None}
+    if seed is None and warpers.keys() & choice.keys():
+        seed = 0
+    return run(where, files, limit, max_new_tokens, batch or (1,), mode, choice, seed, report_to)
 
 
 @chosen
@@ -116,6 +151,51 @@ def report(
     from selfspec.report import run
 
     return run(files, output, png)
+
+
+def profile(
+    model: Annotated[str, typer.Argument(help="Folder, hub name, .gguf file or embedded model.")] = MODEL,
+    shape: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Random weights of a size: a configuration, or one of ours.")
+    ] = None,
+    adapter: options.Adapter = "auto",
+    entries: Annotated[
+        options.Layers | None,
+        typer.Option(parser=options.layers, metavar="N,...", help="Entry layers to time instead of the adapter's."),
+    ] = None,
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    threads: Threads = None,
+    rows: SizeList = None,
+    requests: SizeList = None,
+    contexts: SizeList = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Time budget; by default none.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is known.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Measure what forwards cost by rows, requests, context and entry layer, and keep the table for the planner."""
+    from selfspec.costs import run
+
+    asked = {"rows": rows, "requests": requests, "contexts": contexts}
+    sizes = {name: tuple(given) for name, given in asked.items() if given}
+    return run(model, shape, adapter, tuple(entries or ()), dtype, device, threads, sizes, seconds, fresh, as_json)
+
+
+def explain(
+    model: Annotated[str, typer.Argument(help="Folder, hub name, .gguf file or embedded model.")],
+    prompt: Annotated[str, typer.Argument(help="What to answer.")],
+    adapter: options.Adapter = "auto",
+    dtype: options.Dtype = "bfloat16",
+    device: options.Device = "cpu",
+    threads: Threads = None,
+    max_new_tokens: MaxNewTokens = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For measuring the table, where none is stored.")] = 10.0,
+    as_json: AsJson = False,
+) -> int:
+    """Answer a prompt under the planner, and show its table, its estimate and its choice of every round."""
+    from selfspec.explain import run
+
+    return run(model, prompt, adapter, dtype, device, threads, max_new_tokens, seconds, as_json)
 
 
 def answer(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import transformers
-import typer
 
-from selfspec import options, shapes
+from selfspec import shapes
 from selfspec.adapters import MaskPathConfig, MaskPathModel, io
 from selfspec.backbone import Backbone
 from selfspec.hub import load_model
@@ -18,21 +17,6 @@ from selfspec.plan.latency import Latency
 from selfspec.plan.table import LatencyTable, stored_at
 from selfspec.plan.tabulate import Sizes, stored, tabulate
 from selfspec.terminal import refusing, say, show_table
-
-SizeList = Annotated[options.Sizes | None, typer.Option(parser=options.sizes, metavar="N,...", show_default="many")]
-
-
-class Layers(tuple[int, ...]):
-    """Layer indices of an option."""
-
-
-def layers(text: str) -> Layers:
-    """Layer indices with commas between them, each once."""
-    parts = [part.strip() for part in text.split(",")]
-    for part in parts:
-        if not part.isascii() or not part.isdigit():
-            raise typer.BadParameter(f"{part!r} is no layer: they count from 0")
-    return Layers(dict.fromkeys(map(int, parts)))
 
 
 def bodies(
@@ -70,35 +54,26 @@ def bodies(
     return out
 
 
-def main(
-    model: Annotated[str, typer.Argument(help="Folder, hub name, .gguf file or embedded model.")] = options.MODEL,
-    shape: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Random weights of a size: a configuration, or one of ours.")
-    ] = None,
-    adapter: options.Adapter = "auto",
-    entries: Annotated[
-        Layers | None,
-        typer.Option(parser=layers, metavar="N,...", help="Entry layers to time instead of the adapter's."),
-    ] = None,
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None,
-    rows: SizeList = None,
-    requests: SizeList = None,
-    contexts: SizeList = None,
-    seconds: Annotated[float | None, typer.Option(min=0.1, help="Time budget; by default none.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is known.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+def run(
+    model: str,
+    shape: str | None,
+    adapter: str,
+    entries: tuple[int, ...],
+    dtype: str,
+    device: str,
+    threads: int | None,
+    sizes: dict[str, tuple[int, ...]],
+    seconds: float | None,
+    fresh: bool,
+    as_json: bool,
 ) -> int:
-    """Measure what forwards cost by rows, requests, context and entry layer, and keep the table for the planner."""
+    """`selfspec profile`. `sizes` are fields of `selfspec.plan.tabulate.Sizes`; what is missing is the usual."""
     transformers.utils.logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
-    usual = Sizes()
-    sizes = Sizes(tuple(rows or usual.rows), tuple(requests or usual.requests), tuple(contexts or usual.contexts))
     with refusing():
-        found = bodies(model, shape, adapter, tuple(entries or ()), getattr(torch, dtype), device)
-    tables = [measured(body, sizes, seconds and seconds / len(found), fresh) for body in found]
+        found = bodies(model, shape, adapter, entries, getattr(torch, dtype), device)
+    tables = [measured(body, Sizes(**sizes), seconds and seconds / len(found), fresh) for body in found]
     if as_json:
         print(json.dumps([data(t) for t in tables], indent=1))
     else:

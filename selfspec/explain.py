@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from selfspec import options, prompts
 from selfspec.model import SelfSpecModel
@@ -131,18 +129,18 @@ def show(found: dict[str, Any]) -> None:
     print(f"\n{found['switches']} switches; {100 * found['probe_share']:.1f} % of the time for probes")
 
 
-def main(
-    model: Annotated[str, typer.Argument(help="Folder, hub name, .gguf file or embedded model.")],
-    prompt: Annotated[str, typer.Argument(help="What to answer.")],
-    adapter: options.Adapter = "auto",
-    dtype: options.Dtype = "bfloat16",
-    device: options.Device = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None,
-    max_new_tokens: options.MaxNewTokens = 64,
-    seconds: Annotated[float, typer.Option(min=0.1, help="For measuring the table, where none is stored.")] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+def run(
+    model: str,
+    prompt: str,
+    adapter: str,
+    dtype: options.DtypeName,
+    device: str,
+    threads: int | None,
+    max_new_tokens: int,
+    seconds: float,
+    as_json: bool,
 ) -> int:
-    """Answer a prompt under the planner, and show its table, its estimate and its choice of every round."""
+    """`selfspec explain`: answer, and print what the planner thought."""
     with refusing():
         loaded = options.load_model(options.Chosen(model, adapter, dtype, device, threads))
         ids = prompts.encode(loaded.tokenizer, [{"role": "user", "content": prompt}])

@@ -68,7 +68,7 @@ class Timed:
         speeds: tokens a second of each request, from its first tokens to its end; none where it had no more.
         stats: one a prompt; empty for Hugging Face.
         steps: rounds of the whole batch; 0 for Hugging Face.
-        memory: bytes allocated on the GPU at the peak beyond what was there before; 0 on the CPU.
+        memory: bytes allocated on the GPU at the peak; 0 on the CPU.
     """
 
     outputs: Prompts
@@ -100,13 +100,12 @@ class Runner:
 
 def timed(runner: Runner, prompts: Prompts, cap: int, concurrency: int = 1) -> Timed:
     """Decode a queue of prompts under the clock, `concurrency` at a time."""
-    held = allocated(runner.device)
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runner.device)
     watch = Watch(runner.device)
     outputs, stats = runner.run(prompts, cap, concurrency, watch)
     seconds = watch.now() - watch.begin
-    peak = torch.cuda.max_memory_allocated(runner.device) - held if runner.device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated(runner.device) if runner.device.type == "cuda" else 0
     firsts = sum(min(n, len(outputs[i])) for i, (_, n) in watch.first.items())
     speeds = []
     for i, (moment, n) in watch.first.items():
@@ -125,13 +124,13 @@ class Measured:
     """All repeats of one runner: `repeats[i]` holds the runs of repeat i, in order.
 
     Attributes:
-        kept: bytes on the GPU that it holds on to between runs: graphs, caches.
+        before: bytes on the GPU before any runner ran.
         error: why it was given up; it has no figures then.
     """
 
     runner: Runner
     repeats: list[list[Timed]]
-    kept: int = 0
+    before: int = 0
     error: str | None = None
 
     @property
@@ -146,8 +145,9 @@ class Measured:
 
     @property
     def memory(self) -> int:
-        """Bytes on the GPU at the peak, beyond what was there before this runner's first run."""
-        return self.kept + max(t.memory for runs in self.repeats for t in runs)
+        """Bytes on the GPU at the peak beyond the weights: with what this runner and the others keep from run to run,
+        such as caches and graphs."""
+        return max(0, max(t.memory for runs in self.repeats for t in runs) - self.before)
 
     def seconds_per_token(self, end_to_end: bool = False) -> list[float]:
         """One figure a repeat: seconds over tokens, summed over its runs.
@@ -195,19 +195,19 @@ def interleave(
         concurrency: prompts decoded at a time.
         cap: new tokens at most.
         repeats: times that each prompt is decoded by each runner.
-        warm_up: tokens of the first prompts that each runner decodes first, off the clock; None is a whole repeat, as
-            what is compiled or captured at its first use needs it.
+        warm_up: tokens of the first prompts that each runner decodes first, off the clock; None is two whole repeats,
+            as what is compiled or captured at its first use needs them.
 
     Yields:
         The measurements so far (the same objects, growing), and the answers and tokens written since the last time.
     """
     queues = [[p] for p in prompts] if concurrency == 1 else [prompts]
-    done = [Measured(r, []) for r in runners]
-    for m in done:
-        before = allocated(m.runner.device)
-        for queue in queues if warm_up is None else [queues[0][:concurrency]]:
-            _attempt(m, queue, cap if warm_up is None else min(cap, warm_up), concurrency)
-        m.kept = max(0, allocated(m.runner.device) - before)
+    done = [Measured(r, [], allocated(r.device)) for r in runners]
+    # In the first of two whole passes what the runners share grows to its final size, in the second it is captured.
+    for _ in range(2 if warm_up is None else 1):
+        for m in done:
+            for queue in queues if warm_up is None else [queues[0][:concurrency]]:
+                _attempt(m, queue, cap if warm_up is None else min(cap, warm_up), concurrency)
     for repeat in range(repeats):
         for m in done:
             m.repeats.append([])

@@ -53,6 +53,19 @@ def names(text: str) -> Names:
     return found
 
 
+class Layers(tuple[int, ...]):
+    """Layer indices of an option."""
+
+
+def layers(text: str) -> Layers:
+    """Layer indices with commas between them, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isascii() or not part.isdigit():
+            raise typer.BadParameter(f"{part!r} is no layer: they count from 0")
+    return Layers(dict.fromkeys(map(int, parts)))
+
+
 ModelName = Annotated[str, typer.Option(help="Folder, hub name, .gguf file or embedded model.")]
 Adapter = Annotated[str, typer.Option(help="Folder or shipped name, auto (the shipped one that fits), none.")]
 Dtype = Annotated[DtypeName, typer.Option(help="Of the weights.")]

@@ -95,7 +95,7 @@ def test_sizes_are_whole_numbers(text):
         sizes(text)
 
 
-HEAVY = {"check", "train"}  # their options still stand beside what they run
+HEAVY = {"train"}  # its options still stand beside what it runs
 
 
 def test_help_and_version_import_no_torch():

@@ -157,6 +157,24 @@ def test_time_is_drawn_against_context_or_else_rows(tmp_path):
     )
 
 
+def test_a_table_of_profile_is_read_too(tmp_path):
+    """It names its model under `setting`, and its overlapped forwards have draft rows beside their clean ones."""
+    at = {"entry": 2, "context": 64, "graph": False, "low": 1.0, "high": 2.0, "ms": 1.5}
+    points = [
+        {"kind": "overlap", "requests": n, "rows": 4, "drafts": 12, **at, "context": c}
+        for n in (1, 8)
+        for c in (64, 128)
+    ]
+    setting = {"model": "tiny", "dtype": "float32", "device": "GPU"}
+    (tmp_path / "t.json").write_text(json.dumps({"format": 3, "setting": setting, "n_layers": 4, "points": points}))
+    (table,) = read(tmp_path / "t.json")
+    assert table.title == "forward times: tiny, float32, GPU" and table.facts["n_layers"] == 4
+    assert (
+        plots.section(table, 0).plots[0].alt
+        == "overlap from layer 2, 1 request of 4 + 12: 64 context 1.500 ms, 128 context 1.500 ms"
+    )
+
+
 def test_what_bench_writes_can_be_drawn(tmp_path):
     """And what lacks a figure is drawn without it: a run at one concurrency, without a drafting mode."""
     model = tiny_chat.save_model(tmp_path / "model")

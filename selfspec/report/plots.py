@@ -193,12 +193,15 @@ def gains(sizes: dict[int, list[Row]], suite: str, name: str) -> Plot:
 def times(table: Table, name: str) -> Plot:
     """Lines: a forward's time against the context, or against its rows where only one context was measured."""
     x, other = ("context", "rows") if len({p["context"] for p in table.points}) > 1 else ("rows", "context")
-    launches = {p.get("graph") for p in table.points}
+    few = min(p["requests"] for p in table.points)
+    points = [p for p in table.points if x == "rows" or p["requests"] == few]  # more lines than that are no plot
+    launches = {p.get("graph") for p in points}
     lines: dict[str, list[dict[str, Any]]] = {}
-    for p in table.points:
-        key = f"{p['kind']} from layer {p['entry']}" if p["kind"] == "draft" else p["kind"]
+    for p in points:
+        key = p["kind"] if p["kind"] == "clean" else f"{p['kind']} from layer {p['entry']}"
         key += f", {p['requests']} request{'s' * (p['requests'] > 1)}"
         key += f" of {p['rows']}" if x == "context" else ""
+        key += f" + {p['drafts']}" if p["drafts"] else ""
         key += "" if len(launches) == 1 else ", graph" if p.get("graph") else ", eager"
         lines.setdefault(key, []).append(p)
     fixed = f", {other} {table.points[0][other]}" if x == "rows" else ""

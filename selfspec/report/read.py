@@ -192,9 +192,11 @@ def _table(data: dict[str, Any], where: str) -> Table:
         wrong = [k for k, t in needed.items() if not isinstance(point, dict) or not isinstance(point.get(k), t)]
         if wrong:
             raise ReportError(f"{where}, point {i}: damaged, it lacks {', '.join(wrong)}")
-        points.append({"entry": 0, **point})
+        points.append({"entry": 0, "drafts": 0, **point})
     if not points:
         raise ReportError(f"{where} holds no points")
+    setting = data.get("setting") if isinstance(data.get("setting"), dict) else {}
+    data = {**setting, **{k: v for k, v in data.items() if k != "setting"}}  # as selfspec profile nests it
     facts = {k: v for k, v in data.items() if k != "points"}
     machine = data.get("machine", data.get("device"))
     named = [data.get("model"), data.get("dtype"), machine, data.get("backend"), data.get("compile") and "compiled"]
