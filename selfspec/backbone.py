@@ -245,6 +245,19 @@ class Backbone(nn.Module):
             states[self.n_layers] = x[:, :c]
         return Hidden(x[:, :c], x[:, c:], torch.cat([states[t] for t in taps], -1) if taps else None)
 
+    def hasten(self, exact: bool = False) -> str:
+        """Decode with the fastest kernels there are here; training must not follow.
+
+        Args:
+            exact: see `fuse`.
+
+        Returns:
+            Which kernels run, and why not the others.
+        """
+        said = self.fuse(exact) if exact or self.backend == "triton" else "torch's own kernels"
+        self.pack()
+        return said
+
     def compile(self, **options) -> None:
         """Let torch.compile fuse each layer; alike layers share one compiled function per shape of the forward.
 

@@ -11,6 +11,7 @@ import transformers
 
 from selfspec import shapes
 from selfspec.adapters import MaskPathConfig, MaskPathModel, io
+from selfspec.attention import best
 from selfspec.backbone import Backbone
 from selfspec.hub import load_model
 from selfspec.plan.latency import Latency
@@ -48,9 +49,10 @@ def bodies(
     else:
         found = io.shipped_for(hf) if adapter == "auto" else None if adapter == "none" else adapter
         paths = [None if found is None else io.load(found, hf)]
-    out = [Backbone(hf, p) if backend is None else Backbone(hf, p, backend) for p in paths]
+    out = [Backbone(hf, p, backend or best(hf.device, hf.dtype)) for p in paths]
     for body in out:
-        body.pack()
+        if backend is None:
+            body.hasten()
     return out
 
 

@@ -54,11 +54,8 @@ class SelfSpecModel:
             _follow(model, path)
         self.model, self.path, self.tokenizer, self.exact = model, path, tokenizer, exact
         self.backbone = Backbone(model, path, best(model.device, model.dtype))
-        self.kernels = "torch's own kernels"
-        if self.backbone.backend == "triton" or exact:
-            self.kernels = self.backbone.fuse(exact)
+        self.kernels = self.backbone.hasten(exact)
         log.info("%s: %s", type(model).__name__, self.kernels)
-        self.backbone.pack()
         self.stats = Stats()
         self.request_stats: list[Stats] = []
         self._kept: Session | None = None
