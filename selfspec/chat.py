@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from selfspec import prompts
 from selfspec.model import SelfSpecModel
 from selfspec.options import FAST, Chosen, MaxNewTokens, Mode, ShowStats, System, check_modes, chosen, load_model
+from selfspec.past import Past
 from selfspec.prompts import Message
 from selfspec.stats import Stats
 from selfspec.terminal import refuse, refusing, say
@@ -30,12 +31,14 @@ class Answer:
         stats: what speculation did.
         decode: seconds after the first token.
         whole: seconds, the prefill included.
+        past: to continue the conversation with.
     """
 
     text: str
     stats: Stats
     decode: float
     whole: float
+    past: Past | None = None
 
     def line(self) -> str:
         """Tau, forwards and time, for a person."""
@@ -79,7 +82,9 @@ class Settings:
     tree_nodes: int = 16
 
 
-def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, show: bool = True) -> Answer:
+def respond(
+    model: SelfSpecModel, messages: list[Message], settings: Settings, show: bool = True, past: Past | None = None
+) -> Answer:
     """Answer a conversation.
 
     Args:
@@ -87,6 +92,7 @@ def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, s
         messages: the last one is the user's.
         settings: how.
         show: stream the text to stdout.
+        past: of an earlier answer in this conversation.
     """
     ids = torch.tensor([prompts.encode(model.tokenizer, messages)])
     readable = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -100,10 +106,12 @@ def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, s
         mode=settings.mode,
         block_size=settings.block_size,
         tree_nodes=settings.tree_nodes,
+        past_key_values=past,
+        return_dict_in_generate=True,
     )
     now = time.perf_counter()
-    text = model.tokenizer.decode(out[0, ids.shape[1] :], **readable)
-    return Answer(text, model.stats, now - clock.first, now - began)
+    text = model.tokenizer.decode(out.sequences[0, ids.shape[1] :], **readable)
+    return Answer(text, model.stats, now - clock.first, now - began, out.past_key_values)
 
 
 def fitted(model: SelfSpecModel, messages: list[Message], cap: int) -> tuple[list[Message], int]:
@@ -174,7 +182,8 @@ def chat(
     """Talk to a model; /reset forgets, /exit or end-of-file ends."""
     model, settings = ready(options, mode, max_new_tokens)
     start = [{"role": "system", "content": system}] if system else []
-    messages: list[Message] = list(start)  # read again, whole, at every turn
+    messages: list[Message] = list(start)
+    past = None  # what the last turn left in the cache; of the conversation so far, only what is new is read
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "").strip()
@@ -192,7 +201,8 @@ def chat(
                 continue
             if len(kept) <= len(messages):
                 say("(the oldest part of the conversation no longer fits the context)")
-            answer = respond(model, kept, replace(settings, cap=cap))
+            answer = respond(model, kept, replace(settings, cap=cap), past=past)
+            past = answer.past
             messages = [*kept, {"role": "assistant", "content": answer.text}]
             if stats:
                 say(answer.line())

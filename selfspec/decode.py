@@ -43,19 +43,21 @@ def prefill(
     first: int = 0,
     chunk: int = 512,
     accept: Accept | None = None,
+    known: list[int] | None = None,
 ) -> State:
     """Commit prompts and emit each one's first token.
 
     Args:
         backbone: the model.
-        cache: slots `first`... are free and empty.
+        cache: slots `first`... are free, and empty but for what is known.
         prompts: token ids, ragged, none empty.
         first: cache slot of the first prompt.
         chunk: positions a forward, so that memory does not grow with the square of the prompt.
         accept: chooses the first tokens; None is greedy. It sees a tree of nothing but each prompt's last token.
+        known: positions of each prompt that its slot holds already, fewer than the prompt has.
     """
     device, n = backbone.device, len(prompts)
-    done = [0] * n
+    done = [0] * n if known is None else list(known)
     last: list[Tensor | None] = [None] * n
     taps: list[Tensor | None] = [None] * n
     while any(d < len(p) for d, p in zip(done, prompts, strict=True)):

@@ -16,6 +16,7 @@ from selfspec import hub, settings
 from selfspec.adapters import MaskPathModel, io
 from selfspec.backbone import Backbone
 from selfspec.generation import Extras, build_requests, output_of, prompts_of
+from selfspec.past import Past
 from selfspec.plan import Plan
 from selfspec.session import Request, Session, fitting
 from selfspec.shadow import table_of
@@ -100,6 +101,8 @@ class SelfSpecModel:
         presence_penalty: float | None = None,
         frequency_penalty: float | None = None,
         seed: int | list[int] | None = None,
+        past_key_values: Past | None = None,
+        response_format: dict[str, Any] | None = None,
         verify: str | None = None,
         mode: str | None = None,
         block_size: int | None = None,
@@ -128,6 +131,10 @@ class SelfSpecModel:
             presence_penalty: taken once from the score of every token that the answer holds (transformers has none).
             frequency_penalty: taken once for each time that it does.
             seed: of sampling, one number or one a prompt; by default drawn from torch's global generator.
+            past_key_values: what an earlier call returned (with `return_dict_in_generate`), one text a prompt: the
+                beginning that it shares with the prompt is not prefilled again.
+            response_format: {"type": "json_schema", "json_schema": ...}, {"type": "json_object"} or {"type": "regex",
+                "regex": ...}: the answer follows it (needs `pip install selfspec[grammar]` and a tokenizer).
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
             mode: "ar", "lookup", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an
                 adapter and "lookup" without.
@@ -152,8 +159,17 @@ class SelfSpecModel:
         if attention_mask is None and pad is not None and pad not in eos:
             attention_mask = ids != pad
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        penalties = presence_penalty, frequency_penalty
-        extras = Extras(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, seed, *penalties)
+        extras = Extras(
+            logits_processor,
+            stopping_criteria,
+            prefix_allowed_tokens_fn,
+            tokenizer,
+            seed,
+            presence_penalty,
+            frequency_penalty,
+            past_key_values,
+            response_format,
+        )
         plan = self.plan(mode, block_size, tree_nodes)
         return self.answer(ids, attention_mask, config, extras, plan, verify, streamer, slots)
 
@@ -176,9 +192,10 @@ class SelfSpecModel:
         if streamer is not None and len(prompts) * copies > 1:
             raise ValueError("a streamer takes one prompt at a time, with one answer")
         requests = build_requests(self.model, config, prompts, ids.shape[1], cap, extras)
+        rounds = self.run(requests, plan, slots, verify or "coupled")
         if streamer is not None:
             streamer.put(ids.cpu())
-        for tokens in self.run(requests, plan, slots, verify or "coupled"):
+        for tokens in rounds:
             if streamer is not None and tokens:
                 streamer.put(torch.tensor(tokens))
         if streamer is not None:
@@ -198,20 +215,24 @@ class SelfSpecModel:
             slots: requests at a time; by default as many as fit into memory.
             verify: how drawn tokens are verified.
 
-        Yields:
-            What the first request emits, round by round.
+        Returns:
+            What the first request emits, round by round, as it is decoded.
+
+        Raises:
+            ValueError: at once, for what cannot be decoded.
         """
         if slots is not None and slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
         if not requests:
-            return
-        if not requests:
-            return
+            return iter(())
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
         slots = min(slots or fitting(self.backbone, capacity), len(requests))
         session = Session(self.backbone, plan, slots, capacity, verify)
         for request in requests:
             session.check(request)
+        return self._rounds(session, requests, slots)
+
+    def _rounds(self, session: Session, requests: list[Request], slots: int) -> Iterator[list[int]]:
         waiting = list(requests)
         while waiting or session.active:
             free = slots - len(session.active)
@@ -249,8 +270,8 @@ class SelfSpecModel:
             ids, mask = _left_padded(self._encoded(ids), pad)
         if ids.dim() != 2 or not ids.numel():
             raise ValueError(f"the prompt is empty or not [N, T]: got shape {tuple(ids.shape)}")
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ValueError(f"token ids must be integers, got {ids.dtype}")
+        if ids.dtype not in (torch.int32, torch.int64):  # the answer has the prompt's type, and must fit into it
+            raise ValueError(f"token ids must be int64 or int32 integers, got {ids.dtype}")
         if int(ids.min()) < 0 or int(ids.max()) >= self.backbone.vocab_size:
             raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
         return ids.to(self.backbone.device), mask

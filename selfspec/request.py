@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
 from selfspec.draft.lookup import Index
+from selfspec.past import PastText
 from selfspec.recipe import Recipe, cuts_of, recipe_of
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
@@ -33,6 +34,8 @@ class Request:
         device: where its text is kept for processors and criteria; its session says.
         drawn: the session's verifier draws whole paths, whatever the processors; likewise.
         index: of prompt and output, where drafts are looked up in them.
+        past: keys and values of a text that it continues; once it has ended, its own if `keep_past` says so.
+        keep_past: keep them.
     """
 
     prompt: list[int]
@@ -48,6 +51,8 @@ class Request:
     device: torch.device | None = None
     drawn: bool = False
     index: Index | None = None
+    past: PastText | None = None
+    keep_past: bool = False
     _text: Tensor | None = None
     _written: int = 0  # tokens of prompt and output that stand in it
     _fresh: list[int] = field(default_factory=list)

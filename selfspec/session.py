@@ -16,6 +16,7 @@ from selfspec.decode import State
 from selfspec.draft import DraftTree
 from selfspec.draft.block import propose
 from selfspec.draft.lookup import Index, lookup
+from selfspec.past import PastText
 from selfspec.plan import Plan
 from selfspec.request import Request
 from selfspec.verify import CHAINS, Accept
@@ -75,14 +76,15 @@ class Session:
             self.cache.crop(0, slot)
         clock = Clock(self.backbone.device)
         prompts, accept = [r.prompt for r in requests], self._accept(requests)
-        state = decode.prefill(self.backbone, self.cache, prompts, first, PREFILL_CHUNK, accept)
+        known = [0 if r.past is None else r.past.load(self.cache, i, r.prompt) for i, r in enumerate(requests, first)]
+        state = decode.prefill(self.backbone, self.cache, prompts, first, PREFILL_CHUNK, accept, known)
         self.state = state if self.state is None or not self.active else _join(self.state, state)
         self.saved = None  # the new requests have none; all redraft once
         self.active += requests
         emitted = [r.take([t]) for r, t in zip(requests, state.anchor.tolist(), strict=True)]
         clock.lap("prefill")
-        for r in requests:
-            r.stats.prompt_tokens = len(r.prompt)
+        for r, n in zip(requests, known, strict=True):
+            r.stats.prompt_tokens = len(r.prompt) - n
         _book(requests, clock)
         self._drop_finished()
         return emitted
@@ -163,6 +165,9 @@ class Session:
     def _drop_finished(self) -> None:
         """Free the slots of ended requests; the last ones move into the gaps."""
         keep = [i for i, r in enumerate(self.active) if r.finish_reason is None]
+        for i, r in enumerate(self.active):
+            if r.keep_past and r.finish_reason is not None:
+                r.past = PastText.of(self.cache, i, r.prompt + r.output, self.backbone.embeddings)
         if len(keep) == len(self.active):
             return
         n = len(keep)
