@@ -11,12 +11,12 @@ import torch
 import typer
 from torch import Tensor
 from transformers import TextStreamer
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from selfspec import prompts
 from selfspec.model import SelfSpecModel
 from selfspec.options import FAST, Chosen, MaxNewTokens, Mode, ShowStats, System, check_modes, chosen, load_model
-from selfspec.past import Past
+from selfspec.past import FIELD, Past
 from selfspec.prompts import Message
 from selfspec.stats import Stats
 from selfspec.terminal import refuse, refusing, say
@@ -110,8 +110,9 @@ def respond(
         return_dict_in_generate=True,
     )
     now = time.perf_counter()
+    assert isinstance(out, GenerateDecoderOnlyOutput)
     text = model.tokenizer.decode(out.sequences[0, ids.shape[1] :], **readable)
-    return Answer(text, model.stats, now - clock.first, now - began, out.past_key_values)
+    return Answer(text, model.stats, now - clock.first, now - began, getattr(out, FIELD))
 
 
 def fitted(model: SelfSpecModel, messages: list[Message], cap: int) -> tuple[list[Message], int]:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 
 from selfspec import grammar, settings
-from selfspec.past import Past, checked
+from selfspec.past import FIELD, Past, checked
 from selfspec.penalties import PresenceFrequencyPenalty
 from selfspec.request import Request
 from selfspec.sampling import Pipeline, Sampling, seeds_of
@@ -227,7 +227,7 @@ def output_of(
         sequences=sequences,  # type: ignore[arg-type]
         scores=_by_step([r.scores for r in requests], longest) if config.output_scores else None,  # type: ignore[arg-type]
         logits=_by_step([r.logits for r in requests], longest) if config.output_logits else None,  # type: ignore[arg-type]
-        past_key_values=Past([r.past for r in requests if r.past]) if keeps_past(config) else None,  # type: ignore[arg-type]
+        **{FIELD: Past([r.past for r in requests if r.past]) if keeps_past(config) else None},  # type: ignore[arg-type]
     )
 
 

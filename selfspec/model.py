@@ -102,6 +102,7 @@ class SelfSpecModel:
         frequency_penalty: float | None = None,
         seed: int | list[int] | None = None,
         past_key_values: Past | None = None,
+        cache: Past | None = None,
         response_format: dict[str, Any] | None = None,
         verify: str | None = None,
         mode: str | None = None,
@@ -133,6 +134,7 @@ class SelfSpecModel:
             seed: of sampling, one number or one a prompt; by default drawn from torch's global generator.
             past_key_values: what an earlier call returned (with `return_dict_in_generate`), one text a prompt: the
                 beginning that it shares with the prompt is not prefilled again.
+            cache: the same by transformers' newer name.
             response_format: {"type": "json_schema", "json_schema": ...}, {"type": "json_object"} or {"type": "regex",
                 "regex": ...}: the answer follows it (needs `pip install selfspec[grammar]` and a tokenizer).
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
@@ -167,7 +169,7 @@ class SelfSpecModel:
             seed,
             presence_penalty,
             frequency_penalty,
-            past_key_values,
+            past_key_values if cache is None else cache,
             response_format,
         )
         plan = self.plan(mode, block_size, tree_nodes)

@@ -9,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from selfspec.cache import KVCache
+
+# what transformers calls it in its output: `past_key_values` until 5.2x, `cache` since
+FIELD = next(n for n in ("cache", "past_key_values") if n in GenerateDecoderOnlyOutput.__dataclass_fields__)
 
 
 @dataclass(frozen=True, eq=False)

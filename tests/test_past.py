@@ -6,7 +6,7 @@ from tiny import PROMPT, RAGGED, build, model_of, path_of
 from transformers import DynamicCache
 
 from selfspec import SelfSpecModel
-from selfspec.past import Past
+from selfspec.past import FIELD, Past
 
 MODES = ("ar", "lookup", "sequential", "tree", "overlap", "overlap+tree")
 KEEP = dict(return_dict_in_generate=True)
@@ -32,7 +32,7 @@ def test_a_chain_of_turns_is_what_fresh_runs_give(mode, family):
         got = spec.generate([text], past_key_values=past, **arguments, **KEEP)
         assert torch.equal(got.sequences, fresh)
         assert spec.stats.prompt_tokens == len(text) - held
-        text, past = got.sequences[0].tolist(), got.past_key_values
+        text, past = got.sequences[0].tolist(), got[FIELD]
         held = past.get_seq_length()
         assert past[0].tokens == text[:held] and len(text) - 1 <= held <= len(text)
 
@@ -45,7 +45,7 @@ def test_sampled_turns_and_batches():
     texts = [p + row + [2] for p, row in zip(RAGGED, first.sequences[:, width:].tolist(), strict=True)]
     wanted = spec.generate(texts, **arguments)
     for slots in (3, 1):
-        got = spec.generate(texts, past_key_values=first.past_key_values, slots=slots, **arguments)
+        got = spec.generate(texts, past_key_values=first[FIELD], slots=slots, **arguments)
         assert torch.equal(got, wanted) and spec.stats.prompt_tokens < 3 * 3
 
 
@@ -54,7 +54,7 @@ def test_another_text_uses_the_beginning_that_it_shares(cut):
     """Edited, shortened, the very same: what differs is read again, and the kept copy stays as it was."""
     spec = decoder()
     first = spec.generate([PROMPT], max_new_tokens=6, **KEEP)
-    past, whole = first.past_key_values, first.sequences[0].tolist()
+    past, whole = first[FIELD], first.sequences[0].tolist()
     for text in ([*whole[:cut], 20, 11], whole[: cut + 1]):
         before = [t.clone() for t in past[0].stores]
         shared = past[0].common(text)
@@ -69,15 +69,15 @@ def test_stale_keys_would_change_the_text():
     spec = decoder()
     first = spec.generate([PROMPT], max_new_tokens=6, **KEEP)
     text = [*first.sequences[0].tolist(), 3]
-    wanted = spec.generate([text], max_new_tokens=12, past_key_values=first.past_key_values)
-    for store in first.past_key_values[0].stores:
+    wanted = spec.generate([text], max_new_tokens=12, past_key_values=first[FIELD])
+    for store in first[FIELD][0].stores:
         store.mul_(-1)
-    assert not torch.equal(spec.generate([text], max_new_tokens=12, past_key_values=first.past_key_values), wanted)
+    assert not torch.equal(spec.generate([text], max_new_tokens=12, past_key_values=first[FIELD]), wanted)
 
 
 def test_what_cannot_be_continued_is_refused():
     spec, other = decoder(), decoder()
-    past = spec.generate([PROMPT], max_new_tokens=3, **KEEP).past_key_values
+    past = spec.generate([PROMPT], max_new_tokens=3, **KEEP)[FIELD]
     for model, texts, given, message in (
         (other, [PROMPT], past, "another model"),
         (spec, [PROMPT, PROMPT], past, "1 texts for 2"),
@@ -89,7 +89,7 @@ def test_what_cannot_be_continued_is_refused():
 
 def test_nothing_is_copied_that_nobody_asked_for():
     spec = decoder()
-    assert spec.generate([PROMPT], max_new_tokens=3, use_cache=False, **KEEP).past_key_values is None
+    assert spec.generate([PROMPT], max_new_tokens=3, use_cache=False, **KEEP).get(FIELD) is None
     two = spec.generate([PROMPT], max_new_tokens=3, do_sample=True, num_return_sequences=2, seed=1, **KEEP)
-    assert isinstance(two.past_key_values, Past) and len(two.past_key_values[:1]) == 1
-    assert two.past_key_values[1].tokens != [] and two.past_key_values[0].owner() is spec.backbone.embeddings
+    assert isinstance(two[FIELD], Past) and len(two[FIELD][:1]) == 1
+    assert two[FIELD][1].tokens != [] and two[FIELD][0].owner() is spec.backbone.embeddings
