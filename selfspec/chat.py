@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from transformers import TextStreamer
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from selfspec import prompts
 from selfspec.model import SelfSpecModel
 from selfspec.options import Chosen, check_modes, load_model
+from selfspec.past import FIELD, Past
 from selfspec.prompts import Message
 from selfspec.stats import Stats
 from selfspec.terminal import refuse, refusing, say
@@ -28,12 +29,14 @@ class Answer:
         stats: what speculation did.
         decode: seconds after the first token.
         whole: seconds, the prefill included.
+        past: to continue the conversation with.
     """
 
     text: str
     stats: Stats
     decode: float
     whole: float
+    past: Past | None = None
 
     def line(self) -> str:
         """Tau, forwards and time, for a person."""
@@ -77,7 +80,9 @@ class Settings:
     tree_nodes: int = 16
 
 
-def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, show: bool = True) -> Answer:
+def respond(
+    model: SelfSpecModel, messages: list[Message], settings: Settings, show: bool = True, past: Past | None = None
+) -> Answer:
     """Answer a conversation.
 
     Args:
@@ -85,6 +90,7 @@ def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, s
         messages: the last one is the user's.
         settings: how.
         show: stream the text to stdout.
+        past: of an earlier answer in this conversation.
     """
     ids = torch.tensor([prompts.encode(model.tokenizer, messages)])
     readable = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -98,10 +104,13 @@ def respond(model: SelfSpecModel, messages: list[Message], settings: Settings, s
         mode=settings.mode,
         block_size=settings.block_size,
         tree_nodes=settings.tree_nodes,
+        past_key_values=past,
+        return_dict_in_generate=True,
     )
     now = time.perf_counter()
-    text = model.tokenizer.decode(out[0, ids.shape[1] :], **readable)
-    return Answer(text, model.stats, now - clock.first, now - began)
+    assert isinstance(out, GenerateDecoderOnlyOutput)
+    text = model.tokenizer.decode(out.sequences[0, ids.shape[1] :], **readable)
+    return Answer(text, model.stats, now - clock.first, now - began, getattr(out, FIELD))
 
 
 def fitted(model: SelfSpecModel, messages: list[Message], cap: int) -> tuple[list[Message], int]:
@@ -159,7 +168,8 @@ def chat(options: Chosen, system: str | None, mode: str | None, max_new_tokens: 
     """`selfspec chat`: talk to a model."""
     model, settings = ready(options, mode, max_new_tokens)
     start = [{"role": "system", "content": system}] if system else []
-    messages: list[Message] = list(start)  # read again, whole, at every turn
+    messages: list[Message] = list(start)
+    past = None  # what the last turn left in the cache; of the conversation so far, only what is new is read
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "").strip()
@@ -177,7 +187,8 @@ def chat(options: Chosen, system: str | None, mode: str | None, max_new_tokens: 
                 continue
             if len(kept) <= len(messages):
                 say("(the oldest part of the conversation no longer fits the context)")
-            answer = respond(model, kept, replace(settings, cap=cap))
+            answer = respond(model, kept, replace(settings, cap=cap), past=past)
+            past = answer.past
             messages = [*kept, {"role": "assistant", "content": answer.text}]
             if stats:
                 say(answer.line())

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 
-from selfspec import settings
+from selfspec import grammar, settings
+from selfspec.past import FIELD, Past, checked
 from selfspec.penalties import PresenceFrequencyPenalty
 from selfspec.request import Request
 from selfspec.sampling import Pipeline, Sampling, seeds_of
@@ -31,6 +32,8 @@ class Extras:
         seed: see `selfspec.sampling.seeds_of`.
         presence_penalty: see `selfspec.penalties`, as for the next.
         frequency_penalty: likewise.
+        past_key_values: see `selfspec.past`.
+        response_format: see `selfspec.grammar`.
         pipelines: ready-made, one an answer; then nothing is built from configuration and processors.
     """
 
@@ -41,6 +44,8 @@ class Extras:
     seed: int | list[int] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    past_key_values: Past | None = None
+    response_format: dict[str, Any] | None = None
     pipelines: Sequence[Pipeline] | None = None
 
 
@@ -64,6 +69,7 @@ def build_requests(
     """
     copies = config.num_return_sequences or 1
     eos = frozenset(settings.eos_ids(config))
+    words = extras.tokenizer, settings.eos_ids(config)
     sample = bool(config.do_sample)
     if not sample and extras.seed is not None:
         raise ValueError("seed: greedy decoding draws nothing; pass do_sample=True")
@@ -71,6 +77,7 @@ def build_requests(
     keep = [bool(config.return_dict_in_generate and x) for x in (config.output_scores, config.output_logits)]
     criteria = _criteria(model, config, extras)
     custom = _per_answer(extras.logits_processor, len(prompts), copies)
+    past = checked(extras.past_key_values, len(prompts) * copies, model)
     out = []
     for i, seed in enumerate(seeds):
         prompt = prompts[i // copies]
@@ -78,9 +85,9 @@ def build_requests(
             pipeline = extras.pipelines[i]
         else:
             allowed = _for_prompt(extras.prefix_allowed_tokens_fn, i // copies)
-            given = [*penalties_of(extras, prompt), *custom[i]]
+            given = [*penalties_of(extras, prompt), *custom[i], *grammar.processors(extras.response_format, *words)]
             pipeline = Pipeline(processors_of(model, config, prompt, width, cap, given, allowed))
-        request = Request(prompt, cap, eos, criteria=criteria)
+        request = Request(prompt, cap, eos, criteria=criteria, past=past[i], keep_past=keeps_past(config))
         if sample or pipeline.processors or any(keep):
             request.sampling = Sampling(pipeline, sample, seed, *keep)
         out.append(request)
@@ -170,6 +177,11 @@ def _for_prompt(allowed: Callable | None, index: int) -> Callable | None:
     return None if allowed is None else lambda _, text: allowed(index, text)
 
 
+def keeps_past(config: GenerationConfig) -> bool:
+    """Whether the output has the texts' keys and values, as in transformers."""
+    return bool(config.return_dict_in_generate) and config.use_cache is not False
+
+
 def prompts_of(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Token lists without their padding."""
     if mask is None:
@@ -215,6 +227,7 @@ def output_of(
         sequences=sequences,  # type: ignore[arg-type]
         scores=_by_step([r.scores for r in requests], longest) if config.output_scores else None,  # type: ignore[arg-type]
         logits=_by_step([r.logits for r in requests], longest) if config.output_logits else None,  # type: ignore[arg-type]
+        **{FIELD: Past([r.past for r in requests if r.past]) if keeps_past(config) else None},  # type: ignore[arg-type]
     )
 
 

@@ -108,7 +108,7 @@ def _refuse_a_past(kwargs: dict[str, Any]) -> None:
     for name in ("cache", "past_key_values"):
         past = kwargs.get(name)
         if past is not None and past.get_seq_length() > 0:
-            raise ValueError(f"{name} holds a text already: {settings.REASONS[name]}")
+            raise ValueError(f"{name} holds a text already: {settings.REASONS['cache']}")
     if kwargs.get("inputs_embeds") is not None:
         raise ValueError(f"inputs_embeds: {settings.REASONS['inputs_embeds']}")
 

@@ -17,6 +17,7 @@ from selfspec.adapters import MaskPathModel, io
 from selfspec.attention import best
 from selfspec.backbone import Backbone
 from selfspec.generation import Extras, build_requests, output_of, prompts_of
+from selfspec.past import Past
 from selfspec.plan import Plan
 from selfspec.session import Request, Session, fitting
 from selfspec.shadow import table_of
@@ -114,6 +115,9 @@ class SelfSpecModel:
         presence_penalty: float | None = None,
         frequency_penalty: float | None = None,
         seed: int | list[int] | None = None,
+        past_key_values: Past | None = None,
+        cache: Past | None = None,
+        response_format: dict[str, Any] | None = None,
         verify: str | None = None,
         mode: str | None = None,
         block_size: int | None = None,
@@ -142,6 +146,11 @@ class SelfSpecModel:
             presence_penalty: taken once from the score of every token that the answer holds (transformers has none).
             frequency_penalty: taken once for each time that it does.
             seed: of sampling, one number or one a prompt; by default drawn from torch's global generator.
+            past_key_values: what an earlier call returned (with `return_dict_in_generate`), one text a prompt: the
+                beginning that it shares with the prompt is not prefilled again.
+            cache: the same by transformers' newer name.
+            response_format: {"type": "json_schema", "json_schema": ...}, {"type": "json_object"} or {"type": "regex",
+                "regex": ...}: the answer follows it (needs `pip install selfspec[grammar]` and a tokenizer).
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
             mode: "ar", "lookup", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an
                 adapter and "lookup" without.
@@ -166,8 +175,17 @@ class SelfSpecModel:
         if attention_mask is None and pad is not None and pad not in eos:
             attention_mask = ids != pad
         tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        penalties = presence_penalty, frequency_penalty
-        extras = Extras(logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer, seed, *penalties)
+        extras = Extras(
+            logits_processor,
+            stopping_criteria,
+            prefix_allowed_tokens_fn,
+            tokenizer,
+            seed,
+            presence_penalty,
+            frequency_penalty,
+            past_key_values if cache is None else cache,
+            response_format,
+        )
         plan = self.plan(mode, block_size, tree_nodes)
         return self.answer(ids, attention_mask, config, extras, plan, verify, streamer, slots)
 
@@ -190,9 +208,10 @@ class SelfSpecModel:
         if streamer is not None and len(prompts) * copies > 1:
             raise ValueError("a streamer takes one prompt at a time, with one answer")
         requests = build_requests(self.model, config, prompts, ids.shape[1], cap, extras)
+        rounds = self.run(requests, plan, slots, verify or "coupled")
         if streamer is not None:
             streamer.put(ids.cpu())
-        for tokens in self.run(requests, plan, slots, verify or "coupled"):
+        for tokens in rounds:
             if streamer is not None and tokens:
                 streamer.put(torch.tensor(tokens))
         if streamer is not None:
@@ -212,11 +231,14 @@ class SelfSpecModel:
             slots: requests at a time; by default as many as fit into memory.
             verify: how drawn tokens are verified.
 
-        Yields:
-            What the first request emits, round by round.
+        Returns:
+            What the first request emits, round by round, as it is decoded.
+
+        Raises:
+            ValueError: at once, for what cannot be decoded.
         """
-        for emitted in self.rounds(requests, plan, slots, verify):
-            yield from (tokens for request, tokens in emitted if request is requests[0])
+        rounds = self.rounds(requests, plan, slots, verify)
+        return (tokens for emitted in rounds for request, tokens in emitted if request is requests[0])
 
     def rounds(
         self, requests: list[Request], plan: Plan, slots: int | None = None, verify: str = "coupled"
@@ -225,12 +247,14 @@ class SelfSpecModel:
         if slots is not None and slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
         if not requests:
-            return
+            return iter(())
         session = self._session_for(requests, plan, slots, verify)
+        for request in requests:
+            session.check(request)
+        return self._decode(session, list(requests))
+
+    def _decode(self, session: Session, waiting: list[Request]) -> Iterator[list[tuple[Request, list[int]]]]:
         try:
-            for request in requests:
-                session.check(request)
-            waiting = list(requests)
             while waiting or session.active:
                 batch, waiting = waiting[: session.free], waiting[session.free :]
                 session.add(batch)
@@ -283,8 +307,8 @@ class SelfSpecModel:
             ids, mask = _left_padded(self._encoded(ids), pad)
         if ids.dim() != 2 or not ids.numel():
             raise ValueError(f"the prompt is empty or not [N, T]: got shape {tuple(ids.shape)}")
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ValueError(f"token ids must be integers, got {ids.dtype}")
+        if ids.dtype not in (torch.int32, torch.int64):  # the answer has the prompt's type, and must fit into it
+            raise ValueError(f"token ids must be int64 or int32 integers, got {ids.dtype}")
         if int(ids.min()) < 0 or int(ids.max()) >= self.backbone.vocab_size:
             raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
         return ids.to(self.backbone.device), mask

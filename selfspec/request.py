@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
+from selfspec.past import PastText
 from selfspec.recipe import Recipe, cuts_of, recipe_of
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
@@ -32,6 +33,8 @@ class Request:
         device: where its text is kept for processors and criteria; its session says.
         drawn: the session's verifier draws whole paths, whatever the processors; likewise.
         slot: the cache slot that it holds in its session.
+        past: keys and values of a text that it continues; once it has ended, its own if `keep_past` says so.
+        keep_past: keep them.
     """
 
     prompt: list[int]
@@ -47,6 +50,8 @@ class Request:
     device: torch.device | None = None
     drawn: bool = False
     slot: int | None = None
+    past: PastText | None = None
+    keep_past: bool = False
     _text: Tensor | None = None
     _written: int = 0  # tokens of prompt and output that stand in it
     _fresh: list[int] = field(default_factory=list)

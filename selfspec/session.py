@@ -18,6 +18,7 @@ from selfspec.clock import Clock
 from selfspec.decode import Frame
 from selfspec.graphs import Graphs, capturable
 from selfspec.joining import CHUNK, Joining, goal
+from selfspec.past import PastText
 from selfspec.plan import Plan
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
@@ -156,6 +157,8 @@ class Session:
             r.slot = self.prefixes.place([i for i, x in enumerate(self.requests) if x is None], text[: goal(r)])
             self.requests[r.slot] = r
             self.joining.append(r)
+            if r.past is not None and not r.output:
+                r.past.load(self.cache, r.slot, r.prompt)
             seed = 0 if r.sampling is None else r.sampling.seed
             self.slots.put(r.slot, text, self.cache.lengths[r.slot], len(r.prompt), seed)
 
@@ -336,6 +339,8 @@ class Session:
         """Free a request's slot."""
         slot, request.slot = request.slot, None
         assert slot is not None
+        if request.keep_past and request.finish_reason is not None:
+            request.past = PastText.of(self.cache, slot, request.prompt + request.output, self.backbone.embeddings)
         self.requests[slot] = None
         self.slots.left[slot] = 0
         if request in self.joining:

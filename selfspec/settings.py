@@ -46,7 +46,6 @@ REASONS = {
     "assistant_early_exit": "the model drafts for itself",
     "prompt_lookup_num_tokens": "the model drafts for itself",
     "custom_generate": "generate() is selfspec's own already",
-    "past_key_values": "generate() keeps its own cache",
     "cache": "generate() keeps its own cache",
     "output_attentions": "attention weights are never made",
     "output_hidden_states": "hidden states of rejected rows would be among them",
@@ -71,6 +70,8 @@ def merge(own: GenerationConfig, given: GenerationConfig | None, overrides: dict
     fields = {} if given is None else {k: v for k, v in vars(given).items() if not k.startswith("_")}
     for settings in (fields, overrides):
         unknown = sorted(k for k, v in settings.items() if k not in known | {"transformers_version"} and v is not None)
+        if settings is fields:  # a configuration may carry attributes of its owner's, which mean nothing to generate()
+            unknown = [k for k in unknown if k in REASONS]
         if unknown:
             reasons = [REASONS[k] for k in unknown if k in REASONS]
             said = f": {reasons[0]}" if reasons else ""

@@ -5,7 +5,7 @@ import pytest
 import tiny_chat
 import torch
 
-from selfspec import check, decode, prompts
+from selfspec import check, choose, decode, prompts
 from selfspec.reference import Judge, first_difference, until_eos
 from selfspec.verify.greedy import walk
 
@@ -181,3 +181,43 @@ def test_a_bad_prompt_file_says_where(tmp_path, line):
     file.write_text('\n{"prompt": "good"}\n' + line if line else line)
     with pytest.raises(prompts.PromptError, match=r"bad\.jsonl, line 3" if line else r"bad\.jsonl holds no"):
         prompts.read(file)
+
+
+SAMPLED = {
+    "temperature": ["--temperature", "0.8", "--seed", "3"],
+    "cuts": ["--top-p", "0.9", "--top-k", "20", "--min-p", "0.02"],
+    "seed": ["--seed", "5"],
+    "greedy with a penalty": ["--repetition-penalty", "1.2"],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_answers_are_those_of_plain_decoding(tmp_path, model, adapter, file, name):
+    argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--batch", "1,2", "--mode", "sequential,tree"]
+    result, data = run(tmp_path, *argv, *SAMPLED[name], "--limit", "3")
+    assert result.exit_code == 0 and data["match_rate"] == 1 and data["prompts"] == 12
+    (reference,) = data["reference"]
+    assert reference["mode"] == ("hf" if "penalty" in name else "ar") and reference["prompts"] == 3
+    assert data["settings"]["seed"] == {"temperature": 3, "cuts": 0, "seed": 5}.get(name)
+
+
+def test_a_wrong_draw_is_a_mismatch_and_a_tie_of_draws_is_proved(tmp_path, model, adapter, file, monkeypatch):
+    """Noise of another seed in speculation; and two tokens whose perturbed scores are equal."""
+    real = choose.draw
+
+    def other(scores, seed, position):
+        return real(scores, seed + (len(scores) > 1), position)  # rounds of more than one node
+
+    monkeypatch.setattr(choose, "draw", other)
+    argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--temperature", "1.5", "--top-k", "0"]
+    result, data = run(tmp_path, *argv)
+    assert result.exit_code == 1 and data["mismatches"] > 0 and data["ties"] == 0
+    assert "plain decoding has" in result.stdout
+    hf = tiny_chat.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    twins = lambda text, logits: torch.where(torch.arange(64) < 2, 50.0, logits)  # noqa: E731
+    assert Judge(hf).compare([5, 6], [7, 0], [7, 1], twins).tie and not Judge(hf).compare([5, 6], [7, 0], [7, 1]).tie
+
+
+def test_values_that_generate_refuses_are_refused_before_any_work(model, file):
+    result = tiny_chat.run("check", "--model", model, "--prompts", file, "--temperature", "-1")
+    assert result.exit_code == 2 and "temperature" in result.stderr and not result.stdout

@@ -189,6 +189,29 @@ def test_a_configuration_object_is_read_as_strictly(name, given):
         speculative(model).generate(ONE, **arguments)
 
 
+def test_attributes_that_a_configuration_carries_for_its_owner_are_left_alone():
+    """transformers tolerates them; those that would change the text are refused still."""
+    config = GenerationConfig(max_new_tokens=4, pad_token_id=PAD, my_note="for me", penalty_alpha=None)
+    assert torch.equal(speculative().generate(ONE, config), own(model_of(), ONE, max_new_tokens=4))
+    with pytest.raises(ValueError, match="penalty_alpha"):
+        speculative().generate(ONE, GenerationConfig(max_new_tokens=4, penalty_alpha=0.6))
+
+
+def test_a_streamer_sees_nothing_of_a_call_that_is_refused():
+    """It got the prompt before the arguments were checked, and waited for an end that never came."""
+    for bad in (dict(mode="nonsense"), dict(slots=0), dict(do_sample=True, verify="block", mode="tree"),
+                dict(do_sample=True, verify="block", logits_processor=[lambda i, s: s])):  # fmt: skip
+        recorder = Recorder()
+        with pytest.raises(ValueError):
+            speculative().generate(ONE, max_new_tokens=4, streamer=recorder, **bad)
+        assert not recorder.pieces and not recorder.ended
+
+
+def test_prompts_of_int32_answer_in_int32():
+    got = speculative().generate(ONE.int(), max_new_tokens=4)
+    assert got.dtype == torch.int32 and got.tolist() == own(model_of(), ONE, max_new_tokens=4).tolist()
+
+
 def test_a_model_that_samples_by_default_can_be_asked_not_to():
     model = build()
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, pad_token_id=PAD)
@@ -211,6 +234,8 @@ BAD_INPUTS = {
     "other shape": (torch.tensor([[1, 2, 3]]), torch.tensor([[1, 1]]), "shape"),
     "past the vocabulary": (torch.tensor([[1, VOCAB]]), None, f"0..{VOCAB - 1}"),
     "negative": (torch.tensor([[1, -1]]), None, f"0..{VOCAB - 1}"),
+    "a type too small for the answer": (torch.tensor([[1, 2]], dtype=torch.uint8), None, "uint8"),
+    "another": (torch.tensor([[1, 2]], dtype=torch.int16), None, "int16"),
     "numbers that are no ids": (torch.tensor([[1.0, 2.0]]), None, "integer"),
     "longer than the context": (torch.ones(1, POSITIONS + 1, dtype=torch.long), None, f"{POSITIONS} positions"),
     "as long as the context": (torch.ones(1, POSITIONS, dtype=torch.long), None, f"{POSITIONS} positions"),

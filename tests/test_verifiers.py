@@ -215,6 +215,7 @@ WRONG = {
     "rejection: the last token from the draft": (
         "rejection", "residuals", lambda p, q, x: torch.cat([(p[:, :-1] - q).clamp(min=0), q[:, -1:]], 1)
     ),
+    "rejection: q taken for 1": ("rejection", "accept", lambda p, q, x: p[:, :-1].gather(2, x[..., None])[..., 0]),
     "block: a residual that is not scaled": ("block", "residuals", FILES["rejection"].residuals),
     "block: the first failure ends it": ("block", "kept", FILES["rejection"].kept),
     "block: the token criterion": ("block", "accept", FILES["rejection"].accept),
