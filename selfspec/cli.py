@@ -42,7 +42,7 @@ COMMANDS: dict[str, Command] = {
     "check": Command("prove that answers are the model's own, token for token", "selfspec.check:main"),
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.bench:main"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.training.answer:main"),
-    "train": Command("train an adapter on answers", "selfspec.training.trainer:main"),
+    "train": Command("train an adapter on answers", "selfspec.training.command:main"),
 }
 
 
