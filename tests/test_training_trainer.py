@@ -55,7 +55,8 @@ def answered(model: LlamaForCausalLM, n: int, longest: int = 30) -> list[Answer]
 def config(out, **fields) -> TrainConfig:
     base = dict(
         out=str(out), adapter={"block_size": 4, "mask_embedding": "per_slot"}, length=48, rows=2, anchors=8,
-        max_steps=8, log_every=2, lr=3e-3, valid_docs=2, eval_every=0, save_every=0, dtype="float32", fit=0.0, tensorboard=False,
+        max_steps=8, log_every=2, lr=3e-3, valid_docs=2, eval_every=0, save_every=0, dtype="float32",
+        fit=0.0, tensorboard=False,
     )  # fmt: skip
     return TrainConfig.from_dict(base | fields)
 

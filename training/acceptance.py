@@ -11,8 +11,8 @@ from torch import Tensor
 def overlap(target: Tensor, draft: Tensor) -> Tensor:
     """Probability that a token drawn from the draft's distribution is accepted: sum_v min(p(v), q(v)).
 
-    That is speculative sampling's acceptance rate at T = 1 (arXiv 2211.17192, corollary 3.6), which rejection of a chain
-    reaches position by position.
+    That is speculative sampling's acceptance rate at T = 1 (arXiv 2211.17192, corollary 3.6), which rejection of a
+    chain reaches position by position.
 
     Args:
         target: [M, V] the verifier's logits.

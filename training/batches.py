@@ -1,4 +1,4 @@
-"""Micro-batches: drawn on the host from the seed, the document and the epoch alone, ahead of the step that uses them."""
+"""Micro-batches: drawn on the host from seed, document and epoch alone, ahead of the step that uses them."""
 
 from __future__ import annotations
 

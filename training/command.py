@@ -20,9 +20,12 @@ def main(
         typer.Argument(metavar="KEY=VALUE...", help="Fields of TrainConfig, as lr=3e-4 adapter.block_size=16."),
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML or JSON file with such fields.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Budget that the schedule is fitted to; the field minutes.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Budget that the schedule is fitted to; the field minutes.")
+    ] = None,
     sweep: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Train every row of a sweep, one after another, and compare them.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Train every row of a sweep, one after another, and compare them."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint; the field resume.")] = False,
 ) -> int:

@@ -61,9 +61,9 @@ def evaluate(
         block_size: B; None takes the path's own.
 
     Returns:
-        For each layout `{tau, mean_tau, tau_t1, rounds, tokens, responses, acceptance}`; `acceptance[k]` is the share of
-        rounds that take slot k + 1 among those that took every slot before it and had one to take; `tau_t1` is tokens
-        per expected round at T = 1.
+        For each layout `{tau, mean_tau, tau_t1, rounds, tokens, responses, acceptance}`; `acceptance[k]` is the share
+        of rounds that take slot k + 1 among those that took every slot before it and had one to take; `tau_t1` is
+        tokens per expected round at T = 1.
     """
     size = block_size or backbone.path.config.block_size  # type: ignore[union-attr]
     fitting = [a for a in answers if len(a) <= batching.length]
@@ -132,7 +132,15 @@ def replay(matches: Tensor, first: Tensor | None = None) -> tuple[Stats, Tensor]
 
 
 def _matches(
-    backbone: Backbone, head: Head, pack: Pack, cache, clean: Tensor, taps: Tensor | None, n: int, size: int, layout: str
+    backbone: Backbone,
+    head: Head,
+    pack: Pack,
+    cache,
+    clean: Tensor,
+    taps: Tensor | None,
+    n: int,
+    size: int,
+    layout: str,
 ) -> tuple[Tensor, Tensor]:
     """For a group at every slot of a pack, which of its drafts match, 1 or 0, and with what chance each is accepted at
     T = 1; -1 past the end. [N, S, B - 1] long, [N, S, B - 1] float"""
@@ -167,7 +175,7 @@ def _matches(
 
 
 def _compare(head: Head, drafts: Tensor, target: Tensor, banned: int | None) -> tuple[Tensor, Tensor]:
-    """The draft's best token of every row, and the overlap with the verifier's distribution. [M, d] twice -> [M], [M]"""
+    """The draft's best token of every row, and the two distributions' overlap. [M, d], [M, d] -> [M], [M]"""
     guesses, overlaps = [], []
     for d, t in zip(drafts.split(head.chunk), target.split(head.chunk), strict=True):
         logits = head.logits(d)

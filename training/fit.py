@@ -47,9 +47,8 @@ def larger(shape: Shape, most: int) -> Iterator[Shape]:
     More anchors of the same rows come first: their clean rows are paid for already.
     """
     for anchors, rows in ((shape.anchors * 3 // 2, shape.rows), (shape.anchors, shape.rows * 2)):
-        if anchors > shape.anchors or rows > shape.rows:
-            if anchors * rows <= most:
-                yield Shape(rows, rows if shape.micro == shape.rows else shape.micro, anchors)
+        if (anchors, rows) != (shape.anchors, shape.rows) and anchors * rows <= most:
+            yield Shape(rows, rows if shape.micro == shape.rows else shape.micro, anchors)
 
 
 def search(

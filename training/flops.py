@@ -52,7 +52,9 @@ def work(pack: Pack, groups: Groups, labels: Tensor) -> Work:
     assert layout.group is not None and layout.limit is not None
     live = layout.group >= 0
     size = groups.labels.shape[2]
-    seen = layout.limit[live].sum() + (size + 1) / 2 * live.sum() if layout.causal else (layout.limit[live] + size).sum()
+    seen = (
+        layout.limit[live].sum() + (size + 1) / 2 * live.sum() if layout.causal else (layout.limit[live] + size).sum()
+    )
     return Work(int(real.sum()), int(live.sum()), int((labels >= 0).sum()), int((pack.positions[real] + 1).sum()),
                 int(seen), int((labels >= 0).any(1).sum()))  # fmt: skip
 
@@ -61,9 +63,10 @@ def flops(backbone: Backbone, done: Work) -> float:
     """Floating-point operations of the forwards and backwards that `done` counts; a multiply-add is two.
 
     With P the weights of linears in the layers, Pe those of the layers that draft rows enter, D the trained matrices of
-    layers, I those of the path's inputs, H the head, and A the width of all query heads of a layer (keys' and values' dimensions added up):
+    layers, I those of the path's inputs, H the head, A the width of all query heads in all layers (keys' and values'
+    dimensions added up), and Ae the same from the entry layer on:
 
-        clean · 2 P  +  draft · (2 Pe + 2 Pe + 2 D + 4 I)  +  labels · (2 H + 2 H)  +  2 A (clean_pairs · L + 3 draft_pairs · Le)
+        clean · 2 P + draft · (4 Pe + 2 D + 4 I) + labels · 4 H + 2 A clean_pairs + 6 Ae draft_pairs
 
     that is: clean rows go forward only; draft rows go forward and give a gradient of their inputs in every layer, but a
     gradient of weights in trained matrices only; attention's backward is twice its forward, keys and values of clean

@@ -17,8 +17,8 @@ from selfspec.training.world import World, local
 def optimizer_of(path: MaskPathModel, config: TrainConfig, fused: bool) -> torch.optim.AdamW:
     """AdamW (arXiv 1711.05101) over a mask path's trained parameters.
 
-    Mask embeddings have a rate of their own. What stands in layers is a group apart: it may be split over processes, and
-    fused updates don't take both kinds.
+    Mask embeddings have a rate of their own. What stands in layers is a group apart: it may be split over processes,
+    and fused updates don't take both kinds.
 
     Args:
         path: in float32.

@@ -171,8 +171,8 @@ class Trainer:
         except torch.OutOfMemoryError as error:
             if self.world.sharded:
                 raise torch.OutOfMemoryError(
-                    f"out of memory in a step of {self.shape}; the processes of a sharded run depend on one another in the "
-                    "middle of a step, so it cannot go on: resume it with fewer rows and more accumulate"
+                    f"out of memory in a step of {self.shape}; processes that share layers wait for one another in the "
+                    "middle of a step, so the run cannot go on: start it with fewer rows and more accumulate"
                 ) from error
             return None
         return logs
@@ -229,10 +229,10 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Train until the schedule, this call's time or the process is told to end. Returns the report."""
-        c = self.config
-        data = {"docs": len(self.packer), "empty": self.packer.empty, "over": self.packer.over, "cut": self.packer.cut}
-        self.log({"event": "start", "step": self.step, **data, "params": sum(p.numel() for p in self.params),
-                  "processes": self.world.size, "sharded": self.world.sharded, "setup_s": self.log.since()})  # fmt: skip
+        data, world = self.packer, self.world
+        self.log({"event": "start", "step": self.step, "docs": len(data), "empty": data.empty, "over": data.over,
+                  "cut": data.cut, "params": sum(p.numel() for p in self.params), "processes": world.size,
+                  "sharded": world.sharded, "setup_s": self.log.since()})  # fmt: skip
         try:
             return self._train()
         finally:
@@ -256,8 +256,7 @@ class Trainer:
             # the first process's clock and any process's wish to end, so that all do the same
             mine = [self.elapsed, *map(bool, due)] if self.world.main else [0.0] * 4
             self.elapsed, evaluates, saves, late, stop = self.world.sum([*mine, float(self.stop)])
-            self.stop = bool(stop or late)
-            if self.progress >= 1 or self.stop:
+            if self.progress >= 1 or stop or late:  # a signal from now on counts next time
                 break
             if evaluates:
                 self._validate()

@@ -1,15 +1,16 @@
 """The processes of a run, as `accelerate launch` or torchrun started them: who they are, and what they add up.
 
-Data parallel (DDP): every process has the whole model; trained gradients are summed once a step, after the last
-micro-batch. That is done here rather than by torch's wrapper, whose hooks would leave the others waiting when one process
+Data parallel (DDP): every process has the whole model; trained gradients are summed once a step, after the last micro-
+batch. That is done here rather than by torch's wrapper, whose hooks would leave the others waiting when one process
 runs out of memory in the middle of a step. Sharded (FSDP): torch's `fully_shard` splits every layer, trained parts
-included, and gathers it while it runs; the walk over the layers is the sharded module's own forward. What stands outside
-the layers (embedding, norm, head, mask embeddings, input projections) is whole on every process.
+included, and gathers it while it runs; the walk over the layers is the sharded module's own forward. What stands
+outside the layers (embedding, norm, head, mask embeddings, input projections) is whole on every process.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -93,9 +94,10 @@ class World:
             t.copy_(new.view_as(t))
 
     def reduce_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Sum gradients of whole parameters; those of sharded ones were summed when they were scattered.
+        """Sum gradients over all processes: losses are divided by global counts, so gradients add up.
 
-        A parameter that this process's rows did not touch gets a gradient of zeros first, as another's may have.
+        Those of split parameters were averaged when they were scattered, and only lack the number of processes. A
+        parameter that this process's rows did not touch gets a gradient of zeros first, as another's may have.
         """
         if self.size == 1:
             return
@@ -104,6 +106,8 @@ class World:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         self.sum_(p.grad for p in whole if p.grad is not None)
+        if split := [local(p.grad) for p in params if isinstance(p, DTensor) and p.grad is not None]:
+            torch._foreach_mul_(split, float(self.size))
 
     def close(self) -> None:
         """Leave the process group, if there is one."""
@@ -116,8 +120,8 @@ def _refuse_ignored() -> None:
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in ("no", "bf16", ""):
         raise ValueError(
-            f"accelerate was told mixed precision {precision!r}; the trainer's own dtype decides (dtype=bfloat16, trained "
-            "weights in float32): launch with --mixed_precision bf16 or no"
+            f"accelerate was told mixed precision {precision!r}; the trainer's own dtype decides (dtype=bfloat16, "
+            "trained weights in float32): launch with --mixed_precision bf16 or no"
         )
     if int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")) > 1:
         raise ValueError("set accumulate=N instead of accelerate's gradient accumulation steps")
@@ -144,9 +148,10 @@ def shard(backbone: Backbone, path: nn.Module, model: PreTrainedModel, world: Wo
     mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.size,))
     for layer in backbone.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(backbone, mesh=mesh, reshard_after_forward=True, ignored_params=outside)
-    for module in [m for m in (backbone, *backbone.layers) if hasattr(m, "set_gradient_divide_factor")]:
-        module.set_gradient_divide_factor(1.0)  # losses are divided by global counts: gradients add up
+    # the root holds no parameter of its own: the path's parts in the layers are split by now, and found here once more
+    fully_shard(backbone, mesh=mesh, reshard_after_forward=True, ignored_params=set(backbone.parameters()))
+    # rows are handed out as slices, which nothing writes to
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for p in outside:
         p.data = p.data.to(world.device)
     for p in layers_of(inner_decoder(model)).parameters():
@@ -169,4 +174,6 @@ def whole(x):
 
 def like(x: Tensor, other: Tensor) -> Tensor:
     """A whole tensor split as another one is."""
-    return distribute_tensor(x.to(other.device), other.device_mesh, other.placements) if isinstance(other, DTensor) else x
+    return (
+        distribute_tensor(x.to(other.device), other.device_mesh, other.placements) if isinstance(other, DTensor) else x
+    )
