@@ -96,9 +96,8 @@ def test_flops_are_torchs_count(fields: dict, tmp_path) -> None:
 
     model = tiny(layers=3)
     docs = [Answer(str(i), [5], list(range(6, 6 + 31))) for i in range(8)]  # of 32 tokens, the length of a row
-    fields = config(
-        tmp_path, adapter={"block_size": 2, **fields}, length=32, rows=2, anchors=30, objectives={"ce": 1.0}
-    )
+    adapter = {"block_size": 2, **fields}
+    fields = config(tmp_path, adapter=adapter, length=32, rows=2, anchors=30, objectives={"ce": 1.0})
     trainer = Trainer(fields, model, docs, docs[:1])
     micro = trainer.batches.micro(0, 2, trainer.shape)
     assert micro.work == Work(64, 120, 60, 2 * 32 * 33 // 2, micro.work.draft_pairs, 60)
@@ -172,7 +171,7 @@ def test_the_best_and_the_last_are_kept(tmp_path, monkeypatch) -> None:
     keep = trainer._save_adapter
     monkeypatch.setattr(trainer, "_save_adapter", lambda name, w: (saved.append((name, trainer.step)), keep(name, w)))
     trainer.train()
-    assert saved == [("best", 1), ("best", 2), ("adapter", 3)] and trainer.best == 3.0
+    assert saved == [("best", 0), ("best", 1), ("adapter", 3)] and trainer.best == 3.0
     assert {p.name for p in tmp_path.iterdir()} >= {"best", "adapter", "checkpoint.pt"}
     a, b = (io.load(tmp_path / name, model).state_dict() for name in ("best", "adapter"))
     assert any(not torch.equal(a[k], b[k]) for k in a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import types
@@ -139,15 +140,15 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def load(cls, file: str | Path | None = None, overrides: typing.Sequence[str] = ()) -> TrainConfig:
-        """From a YAML or JSON file and `key=value` overrides; `a.b=value` sets a field of a nested mapping.
+    def load(
+        cls, file: str | Path | None = None, overrides: typing.Sequence[str] = (), start: dict[str, Any] | None = None
+    ) -> TrainConfig:
+        """From a YAML or JSON file, or a start, and `key=value` overrides; `a.b=value` sets a field of a nested one.
 
         Raises:
             ValueError: a field that doesn't exist, or a value of the wrong type.
         """
-        data: dict[str, Any] = {}
-        if file is not None:
-            data = _parse_file(Path(file))
+        data = read_file(Path(file)) if file is not None else copy.deepcopy(start or {})
         defaults = cls()
         for item in overrides:
             key, eq, text = item.partition("=")
@@ -205,7 +206,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _parse_file(file: Path) -> dict[str, Any]:
+def read_file(file: Path) -> dict[str, Any]:
+    """A YAML or JSON file's mapping."""
     if file.suffix == ".json":
         return json.loads(file.read_text())
     import yaml
