@@ -18,7 +18,8 @@ from selfspec.training.trainer import Trainer
 FORWARDS = {"points": [
     {"kind": kind, "requests": 1, "rows": rows, "entry": entry, "graph": True, "ms": ms}
     for kind, rows, entry, ms in (("clean", 1, 0, 1.0), ("clean", 5, 0, 2.0),
-                                  ("draft", 3, 0, 3.0), ("draft", 5, 0, 5.0), ("draft", 3, 2, 1.0), ("draft", 5, 2, 1.0))
+                                  ("draft", 3, 0, 3.0), ("draft", 5, 0, 5.0),
+                                  ("draft", 3, 2, 1.0), ("draft", 5, 2, 1.0))
 ]}  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from selfspec.training.objectives import Mix
 from selfspec.training.pack import Pack, Packer, send
 
 ANCHOR, HIDDEN, SPLIT, SPLIT_LENGTH = range(4)  # what a slot's random numbers decide
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,7 @@ class Batches:
         out = Micro(pack, groups, divisors, n_labels, work(pack, groups, labels))
         if not self.pin:
             return out
-        pinned = Pack(*(x.pin_memory() for x in (pack.tokens, pack.positions, pack.segments, pack.answer)), pack.keys)
-        return dataclasses.replace(out, pack=pinned, groups=_each(groups, Tensor.pin_memory))
+        return dataclasses.replace(out, pack=pack.each(Tensor.pin_memory), groups=_each(groups, Tensor.pin_memory))
 
     def _step(self, key: tuple[int, Shape]) -> list[Micro]:
         cursor, shape = key
@@ -177,7 +177,12 @@ def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def tensors_of(x: Any) -> list[Tensor]:
     """Every tensor of a dataclass, in the order of its fields."""
     found: list[Tensor] = []
-    _each(x, lambda t: found.append(t) or t)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _each(x, note)
     return found
 
 

@@ -81,7 +81,9 @@ def flops(backbone: Backbone, done: Work) -> float:
         if i >= entry:
             forward, trained = forward + base + extra, trained + tuned
     path = backbone.path
-    outside = [m for m in path.children() if isinstance(m, nn.Linear)] if isinstance(path, nn.Module) else []
+    outside: list[nn.Linear] = (
+        [m for m in path.children() if isinstance(m, nn.Linear)] if isinstance(path, nn.Module) else []
+    )
     inputs = sum(m.weight.numel() for m in outside)  # token and feature projections: what they read is constant
     head = backbone.vocab_size * backbone.embeddings.weight.shape[1]  # type: ignore[index]
     config = backbone.config

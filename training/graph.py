@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,19 +47,20 @@ class Captured:
         if self.graph is None:
             self._capture(pack, groups, divisors)
         else:
-            for old, new in zip(_flat(*self.inputs), fresh, strict=True):  # type: ignore[misc]
+            assert self.inputs is not None
+            for old, new in zip(_flat(*self.inputs), fresh, strict=True):
                 old.copy_(new)
         assert self.graph is not None
         self.graph.replay()
         return {k: v.clone() for k, v in self.out.items()}  # the next replay writes over them
 
-    def _capture(self, *inputs: Any) -> None:
+    def _capture(self, pack: Pack, groups: Groups, divisors: Tensor) -> None:
         """Record the function; recording computes nothing."""
-        self.inputs = inputs  # type: ignore[assignment]
+        self.inputs = pack, groups, divisors
         graph = torch.cuda.CUDAGraph()
         # batches are laid out on another thread meanwhile, which may ask for page-locked memory
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.out = self.run(*inputs)
+            self.out = self.run(pack, groups, divisors)
         self.graph = graph
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,13 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same on another device, without waiting for the copy; the keys stay, randomness is the host's."""
-        return Pack(*(send(x, device) for x in (self.tokens, self.positions, self.segments, self.answer)), self.keys)
+        return self.each(lambda x: send(x, device))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Pack:
+        """The same with every tensor that a forward reads changed."""
+        parts = (self.tokens, self.positions, self.segments, self.answer)
+        tokens, positions, segments, answer = (change(x) for x in parts)
+        return Pack(tokens, positions, segments, answer, self.keys)
 
     def random(self, what: int) -> Tensor:
         """A number in (0, 1) for every slot: a function of seed, document, epoch and position, whatever stands beside.
@@ -146,7 +153,8 @@ class Packer:
                 answer[i, at + int(self._prompts[doc]) : at + n] = True
                 at += n
         keys = hashed(self.seed, torch.from_numpy(document), torch.from_numpy(epoch))
-        return Pack(*(torch.from_numpy(x) for x in (tokens, positions, segments, answer)), keys)
+        host = torch.from_numpy
+        return Pack(host(tokens), host(positions), host(segments), host(answer), keys)
 
     def in_order(self) -> list[list[list[int]]]:
         """All documents once, next to one another as they came, as plans for `pack` (evaluation)."""

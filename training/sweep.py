@@ -101,8 +101,8 @@ def run(
         for row in rows_of(stage, {}):
             try:
                 settings(shared, row, "")
-            except ValueError as error:
-                raise ValueError(f"{file}, stage {stage['name']}, row {row.name}: {error}") from None
+            except ValueError as wrong:
+                raise ValueError(f"{file}, stage {stage['name']}, row {row.name}: {wrong}") from None
     out = Path(shared["out"])
     table = Forwards.load(sweep["latency"]) if sweep.get("latency") else None
     results: list[dict[str, Any]] = []

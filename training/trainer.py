@@ -71,6 +71,8 @@ class Trainer:
         cuda = self.device.type == "cuda"
         compiled = cuda if config.compile is None else config.compile
         backend = ("flex" if cuda else "sdpa") if config.attention == "auto" else config.attention
+        if config.graph and not cuda:
+            raise ValueError(f"graph=true captures a CUDA graph, and the device is {self.device}: leave it out")
         if config.flex and not (compiled and backend == "flex"):
             raise ValueError("flex= sets options of compiled FlexAttention: use attention=flex compile=true")
 
@@ -85,7 +87,7 @@ class Trainer:
             model = hub.load_model(config.model, dtype=getattr(torch, config.dtype))
         self.model = model.eval().requires_grad_(False)
         if not self.world.sharded:
-            self.model.to(self.device)  # type: ignore[arg-type]
+            self.model.to(self.device)
         self.path_config = config.path
         if self.path_config.shift and "hidden" in self.path_config.layouts:
             raise ValueError("a shifted path has no hidden bonus: its first row is the bonus")
