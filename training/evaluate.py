@@ -16,10 +16,11 @@ from torch import Tensor
 from selfspec.backbone import Backbone
 from selfspec.stats import Stats, mean_tau, total
 from selfspec.training import anchors as anchoring
+from selfspec.training import noise
 from selfspec.training.data import Answer
 from selfspec.training.head import Head
 from selfspec.training.pack import Pack, Packer
-from selfspec.training.step import run_clean, run_draft
+from selfspec.training.step import draft_states, run_clean
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ def evaluate(
     replays: dict[str, list[tuple[Stats, Tensor]]] = {layout: [] for layout in layouts}
     for plan in packer.in_order():
         pack = packer.pack(plan).to(backbone.device)
-        cache, _, taps = run_clean(backbone, pack)
+        cache, clean, taps = run_clean(backbone, pack)
         matches = {}
         for layout in sorted({"known", *layouts}):
-            matches[layout] = _matches(backbone, head, pack, cache, taps, batching.anchors, size, layout).cpu()
+            matches[layout] = _matches(backbone, head, pack, cache, clean, taps, batching.anchors, size, layout).cpu()
         segments, able = pack.segments.cpu(), anchoring.eligible(pack).cpu()
         for i, docs in enumerate(plan):
             for segment in range(len(docs)):
@@ -121,7 +122,15 @@ def replay(matches: Tensor, first: Tensor | None = None) -> tuple[Stats, Tensor]
 
 
 def _matches(
-    backbone: Backbone, head: Head, pack: Pack, cache, taps: Tensor | None, n: int, size: int, layout: str
+    backbone: Backbone,
+    head: Head,
+    pack: Pack,
+    cache,
+    clean: Tensor,
+    taps: Tensor | None,
+    n: int,
+    size: int,
+    layout: str,
 ) -> Tensor:
     """For a group at every slot of a pack, which of its drafts match: 1, 0, or -1 past the end. [N, S, B - 1]"""
     config = backbone.path.config  # type: ignore[union-attr]
@@ -130,16 +139,16 @@ def _matches(
     order = torch.where(able, slots, able.shape[1]).sort(1).values  # eligible slots first
     order = order.masked_fill(order == able.shape[1], -1)
     out = torch.full((*able.shape, size - 1), -1, dtype=torch.int8, device=able.device)
-    rows = size - 1 if config.shift else size
+    steps = torch.arange(1, size, device=able.device)
     for start in range(0, int(able.sum(1).max()), n):
         chosen = order[:, start : start + n]
         chosen = torch.nn.functional.pad(chosen, (0, n - chosen.shape[1]), value=-1)
         hidden_bonus = torch.full_like(chosen, layout == "hidden", dtype=torch.bool)
-        groups = anchoring.groups(pack, chosen, rows, hidden_bonus, shift=config.shift, causal=config.causal)
-        hidden = run_draft(backbone, groups, cache, taps)
-        first = 0 if config.shift else 1  # the row that predicts the anchor's successor
-        guess = head.argmax(hidden[:, :, first:].flatten(0, 2), config.mask_id).view(*chosen.shape, size - 1)
-        labels = groups.labels[:, :, first:]
+        groups = anchoring.path_groups(config, pack, chosen, size, hidden_bonus)
+        groups = noise.fill(groups, pack, config.noise, backbone.vocab_size, config.mask_id, None)
+        hidden = draft_states(backbone, groups, cache, clean, taps)
+        guess = head.argmax(hidden.flatten(0, 2), config.mask_id).view(*chosen.shape, size - 1)
+        labels = anchoring.following(pack, chosen, steps)
         match = torch.where(labels < 0, -1, (guess == labels).long()).to(torch.int8)
         real = chosen >= 0
         request = torch.arange(len(chosen), device=chosen.device)[:, None].expand_as(chosen)

@@ -21,15 +21,17 @@ from selfspec.adapters import MaskPathModel
 from selfspec.backbone import Backbone
 from selfspec.terminal import refusing
 from selfspec.training import anchors as anchoring
-from selfspec.training import checkpoint
+from selfspec.training import checkpoint, noise
 from selfspec.training.anchors import Groups
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Answer, load_answers
 from selfspec.training.evaluate import Batching, evaluate
 from selfspec.training.head import Head
-from selfspec.training.objectives import Slots
+from selfspec.training.objectives import Slots, dbloom, dloop
 from selfspec.training.pack import Pack, Packer, send
-from selfspec.training.step import compile_layers, run_clean, run_draft
+from selfspec.training.readout import read
+from selfspec.training.replay import failures
+from selfspec.training.step import compile_layers, verifier_of
 
 WARM_STEPS = 2  # of every call; compilation is no training, and its time isn't charged to the schedule
 IN_FLIGHT = 3  # steps that the host may be ahead of the device, so that the clock it reads is the device's
@@ -83,6 +85,7 @@ class Trainer:
             checkpoint.load_weights(self.path, config.init, model)
         self.backbone = Backbone(model, self.path, backend)
         self.head = Head(self.backbone, compiled)
+        self.verifier = verifier_of(self.model, backend) if self.mix.on_policy else None
         if compiled:
             compile_layers(self.backbone)
         self.params = [p for p in self.path.parameters() if p.requires_grad]
@@ -111,40 +114,32 @@ class Trainer:
         c, p = self.config, self.path_config
         random = anchoring.generator(c.seed, index)
         pack = self.packer.batch(index)
-        anchors = anchoring.sample(pack, c.anchors, random)
-        hidden = splits = None
+        anchors = anchoring.sample(pack, c.anchors // 2 if c.complement else c.anchors, random)
+        size = dbloom.block(self.progress, c.growth, p.block_size)
+        hidden = splits = ends = None
+        if c.complement:
+            anchors, splits, ends = dloop.views(anchors, size, torch.rand(anchors.shape, generator=random))
         if "hidden" in p.layouts:
             hidden = torch.rand(anchors.shape, generator=random) < (c.hidden_share if "known" in p.layouts else 1.0)
-        if p.prefix_splits:
-            splits = torch.randint(1, p.block_size - 1, anchors.shape, generator=random)
+            hidden = hidden if splits is None else hidden & (splits == 0)
+        if p.prefix_splits and splits is None:
+            splits = torch.randint(1, size - 1, anchors.shape, generator=random)
             splits = splits.masked_fill(torch.rand(anchors.shape, generator=random) >= c.split_share, 0)
             splits = splits if hidden is None else splits.masked_fill(hidden, 0)
-        hidden, splits = (None if x is None else send(x, self.device) for x in (hidden, splits))
-        anchors, pack = send(anchors, self.device), pack.to(self.device)
-        return pack, anchoring.groups(pack, anchors, p.block_size, hidden, splits, p.shift, p.causal)
+        replayed = torch.rand(anchors.shape, generator=random) < c.replay_share if c.replay_share else None
+        seeds = torch.randint(1 << 62, anchors.shape, generator=random)
+        hidden, splits, ends, replayed = (
+            None if x is None else send(x, self.device) for x in (hidden, splits, ends, replayed)
+        )
+        anchors, seeds, pack = send(anchors, self.device), send(seeds, self.device), pack.to(self.device)
+        if replayed is not None:
+            anchors = torch.where(replayed, failures(self.backbone, self.head, pack, anchors), anchors)
+        groups = anchoring.path_groups(p, pack, anchors, size, hidden, splits, ends)
+        return pack, noise.fill(groups, pack, p.noise, self.backbone.vocab_size, p.mask_id, seeds)
 
-    def slots(self, pack: Pack, groups: Groups) -> tuple[Slots, Tensor]:
-        """Run a micro-batch. Returns what the objectives read, and [G, T] slots whose guess is right."""
-        cache, clean, taps = run_clean(self.backbone, pack)
-        hidden = run_draft(self.backbone, groups, cache, taps)[:, :, self._first :]  # [N, A, T, d]
-        steps, labels = self._labels(groups)
-        flat = hidden.flatten(0, 2)
-        logp, hits = self.head.logp(flat, labels.clamp(min=0).flatten())
-        kl = {}
-        if self.mix.top_ks:
-            source = (groups.anchors[:, :, None] + steps - 1).clamp(0, clean.shape[1] - 1).flatten(1)  # [N, A * T]
-            teacher = clean.gather(1, source[:, :, None].expand(-1, -1, clean.shape[2])).flatten(0, 1)
-            kl = {k: self.head.kl(flat, teacher, k).view(labels.shape) for k in self.mix.top_ks}
-        return Slots(steps, labels >= 0, logp.view(labels.shape), kl), hits.view(labels.shape)
-
-    @property
-    def _first(self) -> int:
-        """First row of a group that may have a label: the anchor of a known group has none."""
-        return 0 if self.path_config.shift or "hidden" in self.path_config.layouts else 1
-
-    def _labels(self, groups: Groups) -> tuple[Tensor, Tensor]:
-        steps = torch.arange(self._first, self.path_config.block_size, device=self.device) + self.path_config.shift
-        return steps, groups.labels[:, :, self._first :].flatten(0, 1)
+    def slots(self, pack: Pack, groups: Groups) -> Slots:
+        """Run a micro-batch. Returns what the objectives read."""
+        return read(self.backbone, self.head, pack, groups, self.progress, self.verifier)
 
     def train_step(self) -> dict[str, Tensor]:
         """One optimizer step. Returns what may be logged, still on the device."""
@@ -153,15 +148,14 @@ class Trainer:
         batches = [self.draw(first + i) for i in range(c.accumulate)]
         divisors = torch.zeros(len(self.mix.terms), device=self.device)
         for _, groups in batches:
-            steps, labels = self._labels(groups)
+            steps, labels = groups.charged()
             divisors = divisors + self.mix.divisors(steps, labels >= 0)
         logs: dict[str, Tensor] = {}
         for pack, groups in batches:
-            slots, hits = self.slots(pack, groups)
+            slots = self.slots(pack, groups)
             loss, parts = self.mix.loss(slots, divisors)
             loss.backward()
-            drafts = slots.steps >= 1
-            run = (hits & slots.valid)[:, drafts].long().cumprod(1).sum()
+            run = (slots.reached & slots.hits).sum()
             parts |= {"loss": loss.detach(), "run": run, "groups": slots.valid.any(1).sum()}
             logs = {k: v + logs.get(k, 0) for k, v in parts.items()}
         logs["norm"] = torch.nn.utils.clip_grad_norm_(self.params, c.clip or math.inf)
