@@ -178,7 +178,8 @@ def conditioned(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, before
     Returns:
         [..., V]
     """
-    return backbone.logits(heads["markov"](hidden, backbone.embed(before)))
+    states = heads["markov"](hidden, backbone.embed(before))
+    return backbone.logits(states.reshape(1, -1, states.shape[-1])).view(*before.shape, -1)  # heads take [N, T, d]
 
 
 def walk(
@@ -236,7 +237,7 @@ def transitions(
     wanted = candidates[:, :, None].expand(-1, -1, k, -1).reshape(n * t * k, k)
     parts = []
     for h, b, c in zip(states.split(chunk), before.reshape(-1).split(chunk), wanted.split(chunk)):
-        log_q = conditioned(heads, backbone, h[None], b[None])[0].float().log_softmax(-1)
+        log_q = conditioned(heads, backbone, h, b).float().log_softmax(-1)
         parts.append(log_q.gather(-1, c))
     return torch.cat(parts).view(n, t, k, k)
 

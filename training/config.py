@@ -105,9 +105,12 @@ class TrainConfig:
             value = getattr(self, name)
             setattr(self, name, (value,) if isinstance(value, str) else tuple(value))
         self.betas, self.growth = tuple(self.betas), tuple(self.growth)
-        dbloom.block(0.0, self.growth, self.path.block_size)
-        self.mix.require(self.path.heads)
-        if self.complement and not self.path.prefix_splits:
+        path, mix = self.path, self.mix  # both raise where something is wrong
+        mix.require(path.heads)
+        first = dbloom.block(0.0, self.growth, path.block_size)
+        if first < 3 and (path.seed_row or path.prefix_splits):
+            raise ValueError(f"growth={self.growth}: a seed row and prefix splits need blocks of 3 or more")
+        if self.complement and not path.prefix_splits:
             raise ValueError("complement=True trains prefix splits: set adapter.prefix_splits")
         for name in ("length", "rows", "anchors", "accumulate", "log_every"):
             if getattr(self, name) < 1:

@@ -121,7 +121,8 @@ class Trainer:
             anchors, splits, ends = dloop.views(anchors, size, torch.rand(anchors.shape, generator=random))
         if "hidden" in p.layouts:
             hidden = torch.rand(anchors.shape, generator=random) < (c.hidden_share if "known" in p.layouts else 1.0)
-            hidden = hidden if splits is None else hidden & (splits == 0)
+            if splits is not None:
+                hidden &= splits == 0
         if p.prefix_splits and splits is None:
             splits = torch.randint(1, size - 1, anchors.shape, generator=random)
             splits = splits.masked_fill(torch.rand(anchors.shape, generator=random) >= c.split_share, 0)
