@@ -87,6 +87,8 @@ class MaskPathConfig:
         _check(
             bool(self.layouts) and set(self.layouts) <= set(LAYOUTS), "layouts", self.layouts, f"a subset of {LAYOUTS}"
         )
+        long = not self.prefix_splits or self.block_size >= 3
+        _check(long, "block_size", self.block_size, "at least 3 for prefix splits (a slot to know, one to draft)")
         _check(self.noise in NOISES, "noise", self.noise, f"one of {NOISES}")
         _check(set(self.heads) <= set(HEADS), "heads", self.heads, f"a subset of {HEADS}")
         _check(self.head_rank >= 1, "head_rank", self.head_rank, "1 or more")

@@ -130,6 +130,7 @@ def test_adapters_from_before_heads_load_as_they_were() -> None:
         (dict(noise="gaussian"), "noise="),
         (dict(noise="uniform", layouts=("known", "hidden")), "noise="),
         (dict(noise="masked", shift=True), "noise="),
+        (dict(prefix_splits=True, block_size=2), "block_size"),
         (dict(seed_row=True), "seed_row"),
         (dict(seed_row=True, shift=True, prefix_splits=True), "seed_row"),
     ],

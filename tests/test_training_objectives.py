@@ -360,6 +360,23 @@ def test_terms_add_up() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_totals_and_divisors_add_up_over_parts_of_a_batch(name: str) -> None:
+    """So that micro-batches and processes together have the loss of one large batch."""
+    draft, verifier, labels, valid, heads = batch(hidden=True)
+    objective, fields = OBJECTIVES[name](), fields_of(name)
+
+    def part(at: slice) -> tuple[Tensor, Tensor]:
+        some = {k: v[at] for k, v in heads.items()}, {k: v[at] for k, v in fields.items()}
+        slots = slots_of(draft[at], verifier[at], labels[at], valid[at], some[0], **some[1])
+        return objective.total(slots).detach(), objective.divisor(slots.steps, slots.valid)
+
+    whole, first, rest = part(slice(None)), part(slice(2)), part(slice(2, None))
+    torch.testing.assert_close(whole[0], first[0] + rest[0])
+    torch.testing.assert_close(whole[1], first[1] + rest[1])
+    assert objective.divisor(torch.arange(T + 1), valid & False) == 0
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
 def test_a_batch_without_labels_has_no_loss(name: str) -> None:
     draft, verifier, labels, valid, heads = batch(hidden=True)
     valid = torch.zeros_like(valid)

@@ -240,3 +240,18 @@ def test_expected_acceptance_on_samples_is_unbiased() -> None:
         ours += float(px.prod() * accepted_on_samples(alpha, qx.log(), px.log(), drafts))
         want += float(qx.prod() * (px / qx).clamp(max=1).cumprod(0).sum())
     assert ours == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(objectives={"markov": 1.0}), "adapter.heads does not name"),
+        (dict(adapter={"heads": ["length"]}), "no objective of its name"),
+        (dict(growth=(8, 4)), "growth="),
+        (dict(adapter={"style": "uno", "block_size": 8}, growth=(2, 8)), "blocks of 3 or more"),
+        (dict(complement=True), "adapter.prefix_splits"),
+    ],
+)
+def test_a_recipe_that_cannot_train_is_refused(fields: dict, message: str, tmp_path) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **fields)

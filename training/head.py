@@ -48,7 +48,15 @@ class Head:
             return _LabelLogp.apply(hidden, *self.plain, labels, chunk, self.compiled)
         parts = []
         for h, label in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            parts.append(checkpoint(lambda h, t: _label_stats(self.logits(h), t)[1:], h, label, use_reentrant=False))
+            parts.append(
+                checkpoint(
+                    lambda h, t: _label_stats(self.logits(h), t)[1:],
+                    h,
+                    label,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            )
         return torch.cat([p for p, _ in parts]), torch.cat([hit for _, hit in parts])
 
     def measure(self, fn: Callable, hidden: Tensor, teacher: Tensor, *scales: Tensor, **options) -> Tensor:
@@ -72,7 +80,7 @@ class Head:
 
         parts, chunk = [], self._even(len(hidden))
         for some in zip(*(x.split(chunk) for x in (hidden, teacher, *scales)), strict=True):
-            parts.append(checkpoint(run, *some, use_reentrant=False))
+            parts.append(checkpoint(run, *some, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(parts)
 
     def _even(self, rows: int) -> int:

@@ -156,7 +156,7 @@ class Trainer:
             slots = self.slots(pack, groups)
             loss, parts = self.mix.loss(slots, divisors)
             loss.backward()
-            run = (slots.reached & slots.hits).sum()
+            run = slots.taken.sum()
             parts |= {"loss": loss.detach(), "run": run, "groups": slots.valid.any(1).sum()}
             logs = {k: v + logs.get(k, 0) for k, v in parts.items()}
         logs["norm"] = torch.nn.utils.clip_grad_norm_(self.params, c.clip or math.inf)

@@ -27,10 +27,9 @@ class Length(PerGroup):
 
     def total(self, slots: Slots) -> Tensor:
         """sum of the groups' cross-entropies"""
-        assert slots.hits is not None
         logits = slots.read.predicted("length", self.detach)  # [G, B]
         drafts = slots.drafts
-        run = (slots.reached & slots.hits).sum(1)
+        run = slots.taken.sum(1)
         cut = (run == drafts.sum(1)) & (run < (slots.steps >= 1).sum())
         counted = (drafts & (slots.steps == 1)).any(1) & ~cut
         each = cross_entropy(logits, run.clamp(max=logits.shape[1] - 1), reduction="none")

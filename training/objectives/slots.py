@@ -84,6 +84,12 @@ class Slots:
         assert self.hits is not None
         return self.drafts & (missed(self.hits, self.drafts) == 0)
 
+    @property
+    def taken(self) -> Tensor:
+        """Drafts that greedy verification accepts. [G, T] bool"""
+        assert self.hits is not None
+        return self.reached & self.hits
+
 
 def missed(hits: Tensor, drafts: Tensor) -> Tensor:
     """How many drafts before a slot miss. [G, T] long"""
