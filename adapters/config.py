@@ -10,6 +10,13 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_valu
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 GROUPS = {"attention": ATTENTION, "all": ATTENTION + MLP}
 LAYOUTS = ("known", "hidden")
+NOISES = ("mask", "masked", "uniform")
+HEADS = ("calibrator", "confidence", "length", "markov")
+STYLES: dict[str, dict[str, Any]] = {  # published settings as a whole; fields beside `style` override them
+    "uno": dict(  # arXiv 2609.04010; UNO's own alpha is 16 times its rank
+        seed_row=True, noise="uniform", causal=True, shift=True, tuning="lora", targets="all", rank=128, alpha=2048.0
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,11 @@ class MaskPathConfig:
         causal: attention inside a group is causal rather than bidirectional.
         shift: a row predicts the token one ahead rather than the one at its own position.
         mask_id: vocabulary id whose embedding the mask starts from; never drafted. None starts from the mean embedding.
+        noise: what unknown slots hold: "mask"; "masked", which trains with some of them known (BD3LM's schedule) and
+            drafts from masks; or "uniform", random tokens of the vocabulary instead of masks (UNO).
+        seed_row: the anchor rides as a clean row, whose output is the first draft, and groups hold the rows after it.
+        heads: of "calibrator", "confidence", "length", "markov" (`selfspec.adapters.heads`).
+        head_rank: hidden units of each head.
     """
 
     block_size: int = 16
@@ -47,10 +59,14 @@ class MaskPathConfig:
     causal: bool = False
     shift: bool = False
     mask_id: int | None = None
+    noise: str = "mask"
+    seed_row: bool = False
+    heads: tuple[str, ...] = ()
+    head_rank: int = 256
     fingerprint: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "taps", "layouts"):
+        for name in ("layers", "taps", "layouts", "heads"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
         if not isinstance(self.targets, str):
@@ -71,11 +87,29 @@ class MaskPathConfig:
         _check(
             bool(self.layouts) and set(self.layouts) <= set(LAYOUTS), "layouts", self.layouts, f"a subset of {LAYOUTS}"
         )
+        long = not self.prefix_splits or self.block_size >= 3
+        _check(long, "block_size", self.block_size, "at least 3 for prefix splits (a slot to know, one to draft)")
+        _check(self.noise in NOISES, "noise", self.noise, f"one of {NOISES}")
+        _check(set(self.heads) <= set(HEADS), "heads", self.heads, f"a subset of {HEADS}")
+        _check(self.head_rank >= 1, "head_rank", self.head_rank, "1 or more")
+        known = self.layouts == ("known",) and not self.prefix_splits
+        _check(self.noise != "uniform" or known, "noise", self.noise, "masks where the bonus or a prefix is hidden")
+        _check(
+            self.noise != "masked" or not self.shift, "noise", self.noise, "a path without shift (rows see the rest)"
+        )
+        seeded = self.shift and known and self.block_size >= 3
+        _check(not self.seed_row or seeded, "seed_row", True, "shift, a block of 3 or more, only the layout 'known'")
+        hidden = "hidden" in self.layouts or "calibrator" not in self.heads
+        _check(hidden, "heads", self.heads, "the layout 'hidden' for a calibrator")
 
     @property
     def target_names(self) -> tuple[str, ...]:
         """Last names of the Linear modules that are tuned."""
         return GROUPS[self.targets] if isinstance(self.targets, str) else self.targets
+
+    def rows(self, block_size: int) -> int:
+        """Rows of a group that drafts a block: slot 0 stands for the anchor unless the path is shifted past it."""
+        return block_size - self.shift - self.seed_row
 
     def tuned_layers(self, n_layers: int) -> tuple[int, ...]:
         """Indices of the layers whose projections are tuned.
@@ -112,11 +146,15 @@ class MaskPathConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MaskPathConfig:
-        """The inverse of `to_dict`.
+        """The inverse of `to_dict`. A `style` ("uno") stands for the fields of a published setting.
 
         Raises:
-            ValueError: for a field that does not exist.
+            ValueError: for a field or a style that does not exist.
         """
+        style = data.get("style")
+        if style is not None:
+            _check(style in STYLES, "style", style, f"one of {sorted(STYLES)}")
+            data = STYLES[style] | {k: v for k, v in data.items() if k != "style"}
         unknown = sorted(set(data) - {f.name for f in dataclasses.fields(cls)})
         if unknown:
             raise ValueError(f"unknown fields in the adapter's configuration: {', '.join(unknown)}")

@@ -75,7 +75,7 @@ def save(path: MaskPathModel, folder: str | Path, model: PreTrainedModel, dtype:
     if path.config.tuning == "lora":
         names = _peft_names(path, model)
         save_file({names[k]: v for k, v in state.items() if k in names}, folder / PEFT_WEIGHTS, {"format": "pt"})
-        _peft_config(path.config, names).save_pretrained(str(folder))
+        _peft_config(path.config, names, model).save_pretrained(str(folder))
         state = {k: v for k, v in state.items() if k not in names}
     save_file(state, folder / WEIGHTS, {"format": "pt"})
     config = replace(path.config, fingerprint=fingerprint(model)).to_dict()
@@ -201,10 +201,20 @@ def _peft_names(path: MaskPathModel, model: PreTrainedModel) -> dict[str, str]:
     return names
 
 
-def _peft_config(config: MaskPathConfig, names: dict[str, str]) -> Any:
+def _peft_config(config: MaskPathConfig, names: dict[str, str], model: PreTrainedModel) -> Any:
     from peft import LoraConfig  # slow to import, and only LoRA paths need it
 
-    modules = sorted({n.removeprefix("base_model.model.").rpartition(".lora_")[0] for n in names.values()})
+    modules = {n.removeprefix("base_model.model.").rpartition(".lora_")[0] for n in names.values()}
+    # servers (SGLang's and vLLM's UNO) know projections by their last names, in all layers; say it so where it is so
+    short = {m.rpartition(".")[2] for m in modules}
+    if {n for n, _ in model.named_modules() if n.rpartition(".")[2] in short} == modules:
+        modules = short
     return LoraConfig(
-        task_type="CAUSAL_LM", r=config.rank, lora_alpha=int(config.alpha), target_modules=modules, bias="none"
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=int(config.alpha),
+        target_modules=sorted(modules),
+        bias="none",
+        inference_mode=True,
+        base_model_name_or_path=model.config.name_or_path or None,
     )

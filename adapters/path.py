@@ -1,4 +1,4 @@
-"""The mask path as a module: mask embeddings, slot-0 projection, features, and the deltas of the tuned projections."""
+"""The mask path as a module: mask embeddings, slot-0 projection, features, deltas of the tuned projections, heads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec.adapters import heads
 from selfspec.adapters.attention import CopyDelta
 from selfspec.adapters.config import MaskPathConfig
 from selfspec.adapters.lora import LoraDelta
@@ -33,7 +34,8 @@ class MaskPathModel(nn.Module):
         dtype = dtype or table.dtype
         d, n = table.shape[1], config.block_size if config.mask_embedding == "per_slot" else 1
         start = table.float().mean(0) if config.mask_id is None else table[config.mask_id]
-        self.mask = nn.Parameter(start.detach().to(dtype).expand(n, d).clone())  # [1 or B, d]
+        # [1 or B, d]; where noise stands in its place nothing trains it
+        self.mask = nn.Parameter(start.detach().to(dtype).expand(n, d).clone(), requires_grad=config.noise != "uniform")
         make = dict(bias=False, device=table.device, dtype=dtype)
         # at a late entry slot 0 is no longer what the embedding table holds: start from the identity
         self.token = nn.Linear(d, d, **make) if config.entry else None  # type: ignore[arg-type]
@@ -51,6 +53,7 @@ class MaskPathModel(nn.Module):
                 else:
                     delta = CopyDelta(base, dtype)
                 self.deltas[_key(i, name)] = delta
+        self.heads = heads.build(config.heads, d, config.head_rank, config.block_size, device=table.device, dtype=dtype)
         if not self.deltas:
             raise ValueError(f"no Linear named {config.target_names} in the layers of {type(model).__name__}")
 

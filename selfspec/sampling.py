@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation import LogitsProcessorList
 
 CHUNK = 1 << 22  # scores perturbed at a time: the noise is float64, and its hashing needs a few copies
-DRAFT, ACCEPT, RESIDUAL = 1, 2, 3  # streams of noise that must not depend on one another
+DRAFT, ACCEPT, RESIDUAL, NOISE = 1, 2, 3, 4  # streams of noise that must not depend on one another
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 

@@ -9,13 +9,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.adapters import MaskPathConfig, MaskPathModel
+from selfspec.adapters.config import HEADS
 from selfspec.attention import AttentionRule, backend, sdpa
 from selfspec.backbone import MASK, Backbone
 from selfspec.rows import RowLayout, attention_rule, chain, overlapped
 from selfspec.training import anchors as anchoring
 from selfspec.training.anchors import IGNORE
 from selfspec.training.data import Answer, load_answers
+from selfspec.training.head import Head
 from selfspec.training.pack import Pack, Packer
+from selfspec.training.readout import read
 from selfspec.training.step import run_clean, run_draft
 
 EOS = 7
@@ -226,3 +229,54 @@ def test_no_leak_from_what_comes_after(layout: str) -> None:
             torch.testing.assert_close(outs[0], outs[1], atol=0, rtol=0)
             n += 1
     assert n > 3
+
+
+def test_no_leak_where_all_layouts_and_heads_run_together() -> None:
+    """Known, hidden and split groups in one forward: tokens after what a group was given change nothing it says."""
+    model = tiny()
+    path = MaskPathModel(
+        model,
+        MaskPathConfig(
+            block_size=6, layouts=("known", "hidden"), prefix_splits=True, taps=(1,), heads=HEADS, head_rank=8
+        ),
+    )
+    with torch.no_grad():
+        for parameter in path.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    backbone = Backbone(model, path)
+    packer = Packer(documents(6, seed=4), 60, 2)
+    pack = packer.batch(0)
+    drawn = anchoring.sample(pack, 12, anchoring.generator(0, 1))
+    hidden = torch.arange(12).expand(2, 12) % 3 == 0
+    splits = torch.where(torch.arange(12) % 3 == 1, torch.arange(12) % 4 + 1, 0).expand(2, 12)
+    kinds = set()
+
+    def outputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        changed = Pack(tokens, pack.positions, pack.segments, pack.answer)
+        groups = anchoring.path_groups(path.config, changed, drawn, 6, hidden, splits)
+        slots = read(backbone, Head(backbone), changed, groups)
+        rows = slots.rows
+        out = {"hidden": rows.hidden, "confidence": rows.predicted("confidence", False)}
+        return {k: v.unflatten(0, (2, 12)) for k, v in (out | {"length": rows.predicted("length", False)}).items()}
+
+    with torch.no_grad():
+        before = outputs(pack.tokens)
+        for n in range(2):
+            for a in range(0, 12):
+                slot, s = int(drawn[n, a]), int(splits[n, a])
+                if slot < 0:
+                    continue
+                given = slot - 1 if hidden[n, a] else slot + s  # last token that the group was given
+                document = pack.segments[n] == pack.segments[n, slot]
+                given = min(given, int(document.nonzero()[-1]))
+                own = document & (torch.arange(60) <= given)
+                tokens = pack.tokens.clone()
+                tokens[n, ~own] = (tokens[n, ~own] + 13) % 61
+                after = outputs(tokens)
+                for name in before:
+                    torch.testing.assert_close(after[name][n, a], before[name][n, a], atol=0, rtol=0)
+                tokens = pack.tokens.clone()
+                tokens[n, given] = (tokens[n, given] + 13) % 61  # and what it was given, it reads
+                assert not torch.equal(outputs(tokens)["hidden"][n, a], before["hidden"][n, a])
+                kinds.add((bool(hidden[n, a]), s > 0))
+    assert kinds == {(False, False), (True, False), (False, True)}

@@ -37,31 +37,31 @@ def machine(memory: float = 1e9, fixed: float = 1.0, each: float = 0.01, clean: 
 
 def test_the_fastest_shape_that_fits_is_found() -> None:
     measure, seen = machine()
-    shape, cost, failed = fit.search(measure, Shape(4, 4, 8), 512, 1e9, 1e9)
-    assert not failed and cost.rate == max(measure(s).rate for s in list(seen)) and shape != Shape(4, 4, 8)
+    shape, cost, failed = fit.search(measure, Shape(4, 4, 8, 4), 512, 1e9, 1e9)
+    assert not failed and cost.rate == max(measure(s).rate for s in list(seen)) and shape != Shape(4, 4, 8, 4)
     assert shape.rows * shape.anchors <= 512 and shape.micro == shape.rows
     # nothing to gain where time is all in the groups
     measure, _ = machine(fixed=0.0, clean=0.0)
-    assert fit.search(measure, Shape(4, 4, 8), 512, 1e9, 1e9)[0] == Shape(4, 4, 8)
+    assert fit.search(measure, Shape(4, 4, 8, 4), 512, 1e9, 1e9)[0] == Shape(4, 4, 8, 4)
 
 
 def test_a_shape_that_does_not_fit_is_left_or_lowered() -> None:
     measure, seen = machine(memory=700.0)
-    shape, _, _ = fit.search(measure, Shape(4, 4, 8), 512, 700.0, 1e9)
-    assert 10 * shape.micro * shape.anchors <= 700 and shape != Shape(4, 4, 8)
+    shape, _, _ = fit.search(measure, Shape(4, 4, 8, 4), 512, 700.0, 1e9)
+    assert 10 * shape.micro * shape.anchors <= 700 and shape != Shape(4, 4, 8, 4)
     assert all(10 * s.micro * s.anchors <= 700 for s in seen)  # known from what was measured, and not tried
     measure, _ = machine(memory=100.0)
-    shape, _, failed = fit.search(measure, Shape(4, 4, 8), 512, 100.0, 1e9)
-    assert shape == Shape(4, 1, 8) and failed == [Shape(4, 4, 8), Shape(4, 2, 8)]
+    shape, _, failed = fit.search(measure, Shape(4, 4, 8, 4), 512, 100.0, 1e9)
+    assert shape == Shape(4, 1, 8, 4) and failed == [Shape(4, 4, 8, 4), Shape(4, 2, 8, 4)]
     measure, _ = machine(memory=5.0)
     with pytest.raises(torch.OutOfMemoryError, match="lower length"):
-        fit.search(measure, Shape(4, 4, 8), 512, 5.0, 1e9)
+        fit.search(measure, Shape(4, 4, 8, 4), 512, 5.0, 1e9)
 
 
 def test_the_search_ends_with_its_time() -> None:
     measure, seen = machine()
     ticks = itertools.count(0, 20)
-    fit.search(measure, Shape(1, 1, 2), 1 << 20, 1e9, 30.0, lambda: float(next(ticks)))
+    fit.search(measure, Shape(1, 1, 2, 4), 1 << 20, 1e9, 30.0, lambda: float(next(ticks)))
     assert len(seen) == 2
 
 
@@ -81,12 +81,12 @@ def test_the_dry_run_changes_the_shape_and_nothing_else(tmp_path) -> None:
 
 def test_what_the_dry_run_chose_is_resumed(tmp_path, monkeypatch) -> None:
     answers = answered(tiny(), 20)
-    monkeypatch.setattr(fit, "search", lambda measure, start, *_: (Shape(3, 3, 5), measure(Shape(3, 3, 5)), []))
+    monkeypatch.setattr(fit, "search", lambda measure, start, *_: (Shape(3, 3, 5, 4), measure(Shape(3, 3, 5, 4)), []))
     first = Trainer(config(tmp_path, fit=1.0, stop_after=1e-9), tiny(), answers)
     assert not first.train()["finished"]
     monkeypatch.setattr(fit, "search", None)  # not run again
     rest = Trainer(config(tmp_path, fit=1.0, resume=True), tiny(), answers)
-    assert rest.shape == Shape(3, 3, 5) and rest.train()["finished"]
+    assert rest.shape == Shape(3, 3, 5, 4) and rest.train()["finished"]
 
 
 @pytest.mark.parametrize("fields", [{}, {"tuning": "lora", "rank": 4, "targets": "all"}, {"entry": 1, "taps": (1,)}])

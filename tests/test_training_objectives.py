@@ -2,86 +2,406 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.backbone import Backbone
 from selfspec.training.head import Head
-from selfspec.training.objectives import Mix, Slots
+from selfspec.training.objectives import OBJECTIVES, Mix, Slots
+from selfspec.training.objectives.bv import BlockVerification
+from selfspec.training.objectives.dbloom import block
+from selfspec.training.objectives.dloop import views
 from selfspec.training.objectives.dpace import credit
+from selfspec.training.objectives.kl import forward_kl
+from selfspec.training.objectives.tv import overlap
 
 G, T, V = 5, 4, 11
+LENGTHS = [4, 2, 0, 3, 1]  # drafts of each group
+HIDDEN = [0, 2]  # groups whose slot 0 is a hidden bonus, in the second kind of slots
 
 
-@pytest.fixture
-def slots() -> Slots:
-    torch.manual_seed(0)
-    lengths = torch.tensor([4, 2, 0, 3, 1])
-    valid = torch.arange(T) < lengths[:, None]
-    logp = torch.randn(G, T, V, dtype=torch.float64).log_softmax(-1)[..., 0].requires_grad_()
-    kl = {None: torch.rand(G, T, dtype=torch.float64, requires_grad=True)}
-    return Slots(torch.arange(1, T + 1), valid, logp, kl)
+class Dense:
+    """What `Slots.rows` gives, from whole tensors of logits."""
+
+    def __init__(self, draft: Tensor, verifier: Tensor, labels: Tensor, heads: dict[str, Tensor]):
+        self.draft, self.verifier, self.labels, self.heads = draft, verifier, labels, heads
+
+    def measure(self, fn, *scales, **options):
+        flat = fn(self.draft.flatten(0, 1), self.verifier.flatten(0, 1), *(s.flatten() for s in scales), **options)
+        return flat.view(self.labels.shape)
+
+    def on_policy(self, fn, **options):
+        return fn(self.draft.flatten(0, 1), self.heads["on_policy"].flatten(0, 1), **options).view(self.labels.shape)
+
+    def verifier_logp(self):
+        return picked(self.verifier, self.labels)
+
+    def corrected(self, name, detach):
+        return picked(self.heads[name] + (self.draft.detach() if detach else self.draft), self.labels)
+
+    def predicted(self, name, detach):
+        shift = 0 * self.draft.sum()
+        return self.heads[name] + (shift.detach() if detach else shift)
 
 
-def loss(config: dict, slots: Slots) -> torch.Tensor:
+def picked(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def batch(hidden: bool = False, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Draft logits, verifier logits, labels, valid, heads; with a bonus slot in front where that is hidden."""
+    torch.manual_seed(seed)
+    t = T + hidden
+    labels = torch.randint(V, (G, t))
+    valid = torch.arange(t) < torch.tensor(LENGTHS)[:, None] + hidden
+    if hidden:
+        valid[:, 0] = torch.tensor([g in HIDDEN for g in range(G)])
+    draft = torch.randn(G, t, V, dtype=torch.float64)
+    draft += 3 * torch.nn.functional.one_hot(labels, V) * (torch.rand(G, t, 1) < 0.6)  # some hit
+    verifier = 2 * torch.randn(G, t, V, dtype=torch.float64)
+    shapes = {
+        "on_policy": (G, t, V),
+        "markov": (G, t, V),
+        "calibrator": (G, t, V),
+        "confidence": (G, t),
+        "length": (G, T + 1),
+    }
+    heads = {name: torch.randn(*shape, dtype=torch.float64) for name, shape in shapes.items()}
+    return draft.requires_grad_(), verifier, labels, valid, heads
+
+
+def slots_of(draft, verifier, labels, valid, heads, **fields) -> Slots:
+    steps = torch.arange(1 + T - labels.shape[1], T + 1)
+    hits = draft.argmax(-1) == labels
+    return Slots(steps, valid, picked(draft, labels), hits, rows=Dense(draft, verifier, labels, heads), **fields)
+
+
+def value_of(config: dict, slots: Slots) -> Tensor:
+    return loss(config, slots).detach()
+
+
+def loss(config: dict, slots: Slots) -> Tensor:
     mix = Mix.from_config(config)
     return mix.loss(slots, mix.divisors(slots.steps, slots.valid))[0]
 
 
-def test_cross_entropy_decays_with_position(slots: Slots) -> None:
-    top = bottom = 0.0
-    logp = slots.logp.detach()
-    for g in range(G):
-        for k in range(1, T + 1):
-            if slots.valid[g, k - 1]:
-                w = math.exp(-(k - 1) / 3)
-                top += w * -float(logp[g, k - 1])
-                bottom += w
-    assert float(loss({"ce": {"weight": 2, "gamma": 3.0}}, slots)) == pytest.approx(2 * top / bottom, rel=1e-6)
-    flat = -slots.logp[slots.valid].mean()
-    assert float(loss({"ce": {"gamma": None}}, slots)) == pytest.approx(float(flat), rel=1e-6)
+class Loops:
+    """The formulas, one number at a time. Slots of a group: indices of those with a label, and of the drafts."""
+
+    def __init__(self, draft, verifier, labels, valid, heads, progress=1.0, level=None):
+        self.q, self.p = draft.detach().softmax(-1).tolist(), verifier.softmax(-1).tolist()
+        self.policy = heads["on_policy"].softmax(-1).tolist()
+        self.x, self.heads, self.progress, self.level = labels.tolist(), heads, progress, level
+        first = labels.shape[1] - T  # slots before the first draft
+        self.step = [1 - first + k for k in range(labels.shape[1])]
+        self.slots = [[k for k in range(labels.shape[1]) if valid[g, k]] for g in range(G)]
+        self.drafts = [[k for k in ks if self.step[k] >= 1] for ks in self.slots]
+        self.bias = {n: (heads[n] + draft.detach()).softmax(-1).tolist() for n in ("markov", "calibrator")}
+
+    def qx(self, g, k):
+        return self.q[g][k][self.x[g][k]]
+
+    def hit(self, g, k):
+        return max(self.q[g][k]) == self.qx(g, k)
+
+    def decayed(self, each, gamma, slots=None):
+        top = bottom = 0.0
+        for g in range(G):
+            for k in (slots or self.slots)[g]:
+                w = math.exp(-(max(self.step[k], 1) - 1) / gamma)
+                top, bottom = top + w * each(g, k), bottom + w
+        return top / bottom
+
+    def groups(self, each):
+        some = [g for g in range(G) if self.drafts[g]]
+        return sum(each(g) for g in some) / len(some)
+
+    def kl(self, g, k, to=None):
+        return sum(a * math.log(a / b) for a, b in zip((to or self.p)[g][k], self.q[g][k]))
+
+    def rkl(self, g, k, to=None):
+        return sum(b * math.log(b / a) for a, b in zip((to or self.p)[g][k], self.q[g][k]))
+
+    def alpha(self, g, k):
+        return sum(min(a, b) for a, b in zip(self.p[g][k], self.q[g][k]))
+
+    def lk(self, g, k):
+        lam = math.exp(-3 * self.alpha(g, k))
+        return lam * self.kl(g, k) + (1 - lam) * 0.5 * sum(abs(a - b) for a, b in zip(self.p[g][k], self.q[g][k]))
+
+    def bv(self, g):
+        r, lowest, scores = 1.0, 1.0, []
+        for k in self.drafts[g]:
+            scores.append(sum(min(lowest * a, r * b) for a, b in zip(self.p[g][k], self.q[g][k])))
+            r *= self.qx(g, k) / self.p[g][k][self.x[g][k]]
+            lowest = min(lowest, r)
+        beta = min(1.0, self.progress / 0.5)
+        if beta == 0:
+            return -sum(map(math.log, scores)) / len(scores)
+        return -math.log(sum(s**beta for s in scores) / len(scores)) / beta
+
+    def vat(self):
+        total = 0.0
+        for g in range(G):
+            rejected = next((k for k in self.drafts[g] if not self.hit(g, k)), math.inf)
+            for k in self.slots[g]:
+                total -= (1.0 if k <= rejected else math.exp(-(k - rejected) / 7)) * math.log(self.qx(g, k))
+        return total / sum(map(len, self.slots))
+
+    def positional(self):
+        top = bottom = 0.0
+        for g in range(G):
+            for k in self.slots[g]:
+                w = (T - max(self.step[k], 1) + 1) / T
+                top, bottom = top - w * math.log(self.qx(g, k)), bottom + w
+        return top / bottom
+
+    def focal(self, g):
+        k = next((k for k in self.drafts[g] if not self.hit(g, k)), None)
+        return 0.0 if k is None else -((1 - self.qx(g, k)) ** 2) * math.log(self.qx(g, k))
+
+    def prefixes(self, g, each):
+        ks = self.drafts[g]
+        return sum(math.prod(each(g, i) for i in ks[: n + 1]) for n in range(len(ks))) / len(ks)
+
+    def dpace(self):
+        total = 0.0
+        for ks, g in zip(self.slots, range(G)):
+            smooth = [0.5 * self.qx(g, k) + 0.5 for k in ks]
+            for j, k in enumerate(ks):
+                total -= sum(math.prod(smooth[: m + 1]) for m in range(j, len(ks))) * math.log(self.qx(g, k))
+        return total / sum(map(bool, self.slots))
+
+    def nelbo(self):
+        ce = [-sum(math.log(self.qx(g, k)) for k in self.slots[g]) for g in range(G)]
+        return sum(c / t for c, t in zip(ce, self.level.tolist())) / sum(map(bool, self.slots))
+
+    def corrected(self, name):
+        hidden = [any(self.step[k] == 0 for k in ks) for ks in self.slots]
+        slots = self.slots if name == "markov" else [d if h else [] for d, h in zip(self.drafts, hidden)]
+        return self.decayed(lambda g, k: -math.log(self.bias[name][g][k][self.x[g][k]]), 7, slots)
+
+    def confidence(self, target):
+        total = n = 0.0
+        for g in range(G):
+            for k in self.drafts[g]:
+                c = 1 / (1 + math.exp(-float(self.heads["confidence"][g, k])))
+                t = float(self.hit(g, k)) if target == "hit" else self.alpha(g, k)
+                total -= t * math.log(c) + (1 - t) * math.log(1 - c)
+                n += 1
+                if target == "hit" and not self.hit(g, k):
+                    break
+        return total / (n if target == "overlap" else sum(map(bool, self.drafts)))
+
+    def length(self):
+        total = 0.0
+        for g in range(G):
+            run = next((i for i, k in enumerate(self.drafts[g]) if not self.hit(g, k)), None)
+            if run is None and len(self.drafts[g]) == T:
+                run = T
+            if run is not None:
+                total -= math.log(float(self.heads["length"][g].softmax(-1)[run]))
+        return total / sum(map(bool, self.drafts))
 
 
-@pytest.mark.parametrize("a", [0.0, 0.5])
-def test_dpace_gives_each_slot_its_share_of_the_accepted_length(slots: Slots, a: float) -> None:
-    want, groups = 0.0, 0
-    for g in range(G):
-        n = int(slots.valid[g].sum())
-        q = [(1 - a) * math.exp(float(slots.logp[g, i])) + a for i in range(n)]
-        groups += n > 0
-        for j in range(n):
-            want += sum(math.prod(q[: m + 1]) for m in range(j, n)) * -float(slots.logp[g, j])
-    assert float(loss({"dpace": {"smoothing": a}}, slots)) == pytest.approx(want / groups, rel=1e-6)
+LITERAL = {
+    "ce": lambda f: f.decayed(lambda g, k: -math.log(f.qx(g, k)), 7),
+    "dpace": lambda f: f.dpace(),
+    "kl": lambda f: f.decayed(f.kl, 7),
+    "rkl": lambda f: f.decayed(f.rkl, 7),
+    "tv": lambda f: f.decayed(lambda g, k: 0.5 * sum(abs(a - b) for a, b in zip(f.p[g][k], f.q[g][k])), 7),
+    "lk_alpha": lambda f: f.decayed(lambda g, k: -math.log(f.alpha(g, k)), 7),
+    "lk_hybrid": lambda f: f.decayed(f.lk, 7),
+    "bv": lambda f: f.groups(f.bv),
+    "vat": lambda f: f.vat(),
+    "positional": lambda f: f.positional(),
+    "focal": lambda f: f.groups(f.focal),
+    "chain": lambda f: f.groups(lambda g: -math.log(f.prefixes(g, f.qx))),
+    "dblast": lambda f: f.groups(lambda g: 1 - f.prefixes(g, f.alpha)),
+    "on_policy": lambda f: f.decayed(lambda g, k: f.rkl(g, k, f.policy), 7, f.drafts),
+    "nelbo": lambda f: f.nelbo(),
+    "markov": lambda f: f.corrected("markov"),
+    "calibrator": lambda f: f.corrected("calibrator"),
+    "confidence": lambda f: f.confidence("hit"),
+    "length": lambda f: f.length(),
+}  # fmt: skip
 
 
-def test_unsmoothed_dpace_has_the_gradient_of_the_accepted_length(slots: Slots) -> None:
-    (ours,) = torch.autograd.grad(loss({"dpace": {"smoothing": 0.0}}, slots), slots.logp)
-    q = torch.where(slots.valid, slots.logp.exp(), 0)
-    (want,) = torch.autograd.grad(-q.cumprod(1).sum() / 4, slots.logp)
+def fields_of(name: str) -> dict:
+    return {"level": torch.linspace(0.2, 1.0, G, dtype=torch.float64)} if name == "nelbo" else {}
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_an_objective_is_its_formula(name: str, hidden: bool) -> None:
+    if name == "calibrator" and not hidden:
+        return  # no group that it is for
+    parts, fields = batch(hidden), fields_of(name)
+    want = LITERAL[name](Loops(*parts, **fields))
+    assert abs(want) > 1e-3
+    assert float(value_of({name: {"weight": 2.0}}, slots_of(*parts, **fields))) == pytest.approx(2 * want, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - {"dpace", "lk_hybrid", "confidence", "length"}))
+def test_an_objectives_gradient(name: str) -> None:
+    draft, *rest = batch(hidden=name == "calibrator")
+    for fields in ({"progress": 0.0}, {"progress": 0.2}, {"progress": 1.0}) if name == "bv" else (fields_of(name),):
+        assert torch.autograd.gradcheck(
+            lambda d, f=fields: loss({name: 1}, slots_of(d, *rest, **f)), draft, fast_mode=True
+        )
+
+
+@pytest.mark.parametrize("name", ["markov", "calibrator", "confidence", "length"])
+def test_a_heads_gradient(name: str) -> None:
+    *parts, heads = batch(hidden=name == "calibrator")
+    heads[name].requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda h: loss({name: 1}, slots_of(*parts, heads | {name: h})), heads[name], fast_mode=True
+    )
+    draft = parts[0]
+    alone = loss({name: {"detach": True}}, slots_of(*parts, heads))
+    grads = torch.autograd.grad(alone, [draft, heads[name]], allow_unused=True)
+    assert grads[0] is None or not grads[0].any()
+    assert grads[1].any()
+
+
+def test_lk_hybrid_holds_its_share_fixed() -> None:
+    draft, verifier, labels, valid, heads = batch()
+    (ours,) = torch.autograd.grad(
+        loss({"lk_hybrid": {"gamma": None}}, slots_of(draft, verifier, labels, valid, heads)), draft
+    )
+    p, q = verifier.softmax(-1), draft.softmax(-1)
+    lam = torch.exp(-3 * torch.minimum(p, q).sum(-1)).detach()
+    each = lam * (p * (p / q).log()).sum(-1) + (1 - lam) * 0.5 * (p - q).abs().sum(-1)
+    (want,) = torch.autograd.grad(each[valid].mean(), draft)
     torch.testing.assert_close(ours, want)
 
 
-def test_credit_falls_along_the_block(slots: Slots) -> None:
+def test_unsmoothed_dpace_has_the_gradient_of_the_accepted_length() -> None:
+    parts = batch()
+    slots = slots_of(*parts)
+    (ours,) = torch.autograd.grad(loss({"dpace": {"smoothing": 0.0}}, slots), parts[0])
+    slots = slots_of(*parts)
+    q = torch.where(slots.valid, slots.logp.exp(), 0)
+    (want,) = torch.autograd.grad(-q.cumprod(1).sum() / 4, parts[0])
+    torch.testing.assert_close(ours, want)
+
+
+def test_credit_falls_along_the_block() -> None:
+    slots = slots_of(*batch())
     w = credit(slots.logp.detach(), slots.valid, 0.5)
     assert (w[:, 1:] <= w[:, :-1]).all() and (w[~slots.valid] == 0).all()
 
 
-def test_terms_add_up(slots: Slots) -> None:
-    both = loss({"ce": 0.3, "kl": {"weight": 2.0}}, slots)
-    torch.testing.assert_close(both, 0.3 * loss({"ce": 1}, slots) + 2 * loss({"kl": 1}, slots))
-    w = torch.exp(-(slots.steps - 1) / 7.0) * slots.valid
-    assert float(loss({"kl": 1}, slots)) == pytest.approx(float((w * slots.kl[None]).sum() / w.sum()), rel=1e-6)
+@pytest.mark.parametrize("progress", [0.0, 0.1, 0.4])
+def test_bv_anneals(progress: float) -> None:
+    parts = batch()
+    want = Loops(*parts, progress=progress)
+    assert float(value_of({"bv": 1}, slots_of(*parts, progress=progress))) == pytest.approx(
+        want.groups(want.bv), rel=1e-6
+    )
 
 
-def test_a_batch_without_labels_has_no_loss() -> None:
-    none = torch.zeros(2, 3, dtype=torch.bool)
-    logp = torch.full((2, 3), -1.0, requires_grad=True)
-    value = loss({"ce": 1, "dpace": 1}, Slots(torch.arange(1, 4), none, logp))
-    value.backward()
-    assert float(value) == 0 and (logp.grad == 0).all()
+def test_bv_scores_add_up_to_what_block_verification_accepts() -> None:
+    """All texts of three tokens over a tiny vocabulary, drafts as marginals, verifier as a table."""
+    torch.manual_seed(3)
+    v, n = 3, 3
+    q = torch.rand(n, v, dtype=torch.float64).softmax(-1) ** 4
+    q /= q.sum(-1, keepdim=True)
+    table = {}
+
+    def p(prefix: tuple) -> Tensor:
+        if prefix not in table:
+            w = torch.rand(v, dtype=torch.float64) ** 3
+            table[prefix] = w / w.sum()
+        return table[prefix]
+
+    scored = accepted = 0.0
+    for x in itertools.product(range(v), repeat=n):
+        logits_p = torch.stack([p(x[:i]).log() for i in range(n)])[None]
+        labels = torch.tensor([x])
+        dense = Dense(q.log()[None], logits_p, labels, {})
+        valid = torch.ones(1, n, dtype=torch.bool)
+        slots = Slots(torch.arange(1, n + 1), valid, picked(dense.draft, labels), rows=dense)
+        # at beta = 1 the loss is -log of the mean score
+        mean = math.exp(-float(BlockVerification(anneal=0.0).total(slots)))
+        scored += math.prod(float(p(x[:i])[x[i]]) for i in range(n)) * mean * n
+        ratio = 1.0  # E over drafts x ~ q of sum_i p_i, p_i = min(p_{i-1} p/q, 1): the length that is accepted
+        for i in range(n):
+            ratio = min(ratio * float(p(x[:i])[x[i]] / q[i, x[i]]), 1.0)
+            accepted += math.prod(float(q[j, x[j]]) for j in range(n)) * ratio
+    assert scored == pytest.approx(accepted, rel=1e-9)
+
+
+def test_options_of_objectives() -> None:
+    parts = batch()
+    literal, slots = Loops(*parts), slots_of(*parts)
+    assert float(value_of({"ce": {"gamma": None}}, slots)) == pytest.approx(
+        -float(slots.logp.detach()[slots.valid].mean())
+    )
+    assert float(value_of({"confidence": {"target": "overlap"}}, slots)) == pytest.approx(literal.confidence("overlap"))
+    want = literal.decayed(lambda g, k: literal.kl(g, k, literal.policy), 7, literal.drafts)
+    assert float(value_of({"on_policy": {"divergence": "forward"}}, slots)) == pytest.approx(want)
+    with pytest.raises(ValueError, match="divergence='jensen'"):
+        Mix.from_config({"on_policy": {"divergence": "jensen"}})
+    with pytest.raises(ValueError, match="target='miss'"):
+        Mix.from_config({"confidence": {"target": "miss"}})
+
+
+def test_terms_add_up() -> None:
+    slots = slots_of(*batch())
+    three = {"positional": 0.3, "focal": 2.0, "chain": 0.5}
+    torch.testing.assert_close(loss(three, slots), sum(w * loss({name: 1}, slots) for name, w in three.items()))
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_totals_and_divisors_add_up_over_parts_of_a_batch(name: str) -> None:
+    """So that micro-batches and processes together have the loss of one large batch."""
+    draft, verifier, labels, valid, heads = batch(hidden=True)
+    objective, fields = OBJECTIVES[name](), fields_of(name)
+
+    def part(at: slice) -> tuple[Tensor, Tensor]:
+        some = {k: v[at] for k, v in heads.items()}, {k: v[at] for k, v in fields.items()}
+        slots = slots_of(draft[at], verifier[at], labels[at], valid[at], some[0], **some[1])
+        return objective.total(slots).detach(), objective.divisor(slots.steps, slots.valid)
+
+    whole, first, rest = part(slice(None)), part(slice(2)), part(slice(2, None))
+    torch.testing.assert_close(whole[0], first[0] + rest[0])
+    torch.testing.assert_close(whole[1], first[1] + rest[1])
+    assert objective.divisor(torch.arange(T + 1), valid & False) == 0
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_a_batch_without_labels_has_no_loss(name: str) -> None:
+    draft, verifier, labels, valid, heads = batch(hidden=True)
+    valid = torch.zeros_like(valid)
+    value = loss({name: 1}, slots_of(draft, verifier, labels, valid, heads, progress=0.3, **fields_of(name)))
+    assert float(value.detach()) == 0
+    if value.requires_grad:
+        value.backward()
+        assert not draft.grad.any()
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_what_stands_in_slots_without_a_label_changes_nothing(name: str) -> None:
+    draft, verifier, labels, valid, heads = batch(hidden=True)
+    other, fields = batch(hidden=True, seed=1), fields_of(name)
+
+    def mixed(a: Tensor, b: Tensor) -> Tensor:
+        return torch.where(valid.view(valid.shape + (1,) * (a.dim() - 2)), a, b) if a.shape[1] == T + 1 else a
+
+    changed = {k: v if k == "length" else mixed(v, other[4][k]) for k, v in heads.items()}
+    with torch.no_grad():
+        one = loss({name: 1}, slots_of(draft, verifier, labels, valid, heads, **fields))
+        two = slots_of(
+            mixed(draft, other[0]), mixed(verifier, other[1]), mixed(labels, other[2]), valid, changed, **fields
+        )
+    torch.testing.assert_close(one, loss({name: 1}, two))
 
 
 def test_wrong_names_are_refused() -> None:
@@ -91,6 +411,32 @@ def test_wrong_names_are_refused() -> None:
         Mix.from_config({"ce": {"gama": 1}})
     with pytest.raises(ValueError, match="no objective"):
         Mix.from_config({})
+    mix = Mix.from_config({"ce": 1, "markov": 1})
+    mix.require(["markov"])
+    with pytest.raises(ValueError, match="'markov' trains a head"):
+        mix.require([])
+    with pytest.raises(ValueError, match="head 'length' has no objective"):
+        mix.require(["markov", "length"])
+
+
+def test_blocks_grow_in_equal_stages() -> None:
+    assert [block(p / 10, (4, 8, 16), 16) for p in range(11)] == [4, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16]
+    assert block(0.2, (), 16) == 16
+    for wrong in ((8, 4), (1, 16), (4, 8)):
+        with pytest.raises(ValueError, match="growth="):
+            block(0.0, wrong, 16)
+
+
+def test_complementary_views_share_out_every_slot() -> None:
+    anchors = torch.tensor([[3, 9, -1]])
+    both, splits, ends = views(anchors, 6, torch.tensor([[0.0, 0.999, 0.5]]))
+    assert both.tolist() == [[3, 3, 9, 9, -1, -1]]
+    assert splits.tolist() == [[0, 1, 0, 4, 0, 3]]
+    for first in range(0, 6, 2):
+        s = int(splits[0, first + 1])
+        assert 1 <= s <= 4 and splits[0, first] == 0 and ends[0, first] == s
+        charged = [*range(1, int(ends[0, first]) + 1), *range(s + 1, 6)]  # anchor-only view, prefix view
+        assert charged == [1, 2, 3, 4, 5] and ends[0, first + 1] >= 5
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +468,20 @@ def test_divergence_from_the_verifier(head: Head) -> None:
     hidden = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(7, 8, dtype=torch.float64)
     p, q = head.logits(teacher).softmax(-1), head.logits(hidden).softmax(-1)
-    torch.testing.assert_close(head.kl(hidden, teacher), (p * (p / q).log()).sum(-1))
-    torch.testing.assert_close(head.kl(hidden, teacher, V), head.kl(hidden, teacher))
+
+    def kl(h, top_k=None):
+        return head.measure(forward_kl, h, teacher, top_k=top_k)
+
+    torch.testing.assert_close(kl(hidden), (p * (p / q).log()).sum(-1))
+    torch.testing.assert_close(kl(hidden, V), kl(hidden))
     top, index = p.topk(3, -1)
     top = top / top.sum(-1, keepdim=True)
-    torch.testing.assert_close(head.kl(hidden, teacher, 3), (top * (top / q.gather(1, index)).log()).sum(-1))
-    assert torch.autograd.gradcheck(lambda h: head.kl(h, teacher), hidden)
+    torch.testing.assert_close(kl(hidden, 3), (top * (top / q.gather(1, index)).log()).sum(-1))
+    assert torch.autograd.gradcheck(kl, hidden, fast_mode=True)
+    a, r = (torch.randn(7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    want = torch.minimum(a.exp()[:, None] * p, r.exp()[:, None] * q).sum(-1)
+    torch.testing.assert_close(head.measure(overlap, hidden, teacher, a, r), want)
+    assert torch.autograd.gradcheck(lambda h, a, r: head.measure(overlap, h, teacher, a, r), (hidden, a, r))
 
 
 def test_a_banned_token_is_never_guessed(head: Head) -> None:

@@ -111,18 +111,18 @@ def test_out_of_memory_lowers_the_forward_and_the_training_stays_the_same(answer
     whole = Trainer(config(tmp_path / "a", **fields), tiny(), answers)
     whole.train()
     first = Trainer(config(tmp_path / "b", **fields), tiny(), answers)
-    runs_out(first, Shape(5, 2, 8), {3})
+    runs_out(first, Shape(5, 2, 8, 4), {3})
     losses = []
     for _ in range(5):
         losses.append(float(first.train_step()["loss"]))
-    assert first.shape == Shape(5, 2, 8)
+    assert first.shape == Shape(5, 2, 8, 4)
     assert first.downs == [{"step": 3, "micro": 5, "anchors": 8}, {"step": 3, "micro": 3, "anchors": 8}]
     first.stop = True
     first.train()
     log = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
     assert [r["micro"] for r in log if r["event"] == "out_of_memory"] == [3, 2]
     rest = Trainer(config(tmp_path / "b", resume=True, **fields), tiny(), answers)
-    assert rest.shape == Shape(5, 2, 8) and rest.downs == first.downs
+    assert rest.shape == Shape(5, 2, 8, 4) and rest.downs == first.downs
     rest.train()
     for a, b in zip(whole.params, rest.params, strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
@@ -130,10 +130,10 @@ def test_out_of_memory_lowers_the_forward_and_the_training_stays_the_same(answer
 
 def test_out_of_memory_with_one_row_lowers_the_anchors_and_then_gives_up(answers, tmp_path) -> None:
     trainer = Trainer(config(tmp_path, **FIELDS), tiny(), answers)
-    runs_out(trainer, Shape(2, 1, 3), {0})
+    runs_out(trainer, Shape(2, 1, 3, 4), {0})
     trainer.train_step()
-    assert trainer.shape == Shape(2, 1, 2)  # 8, 4, 2
-    runs_out(trainer, Shape(2, 0, 0), {1})
+    assert trainer.shape == Shape(2, 1, 2, 4)  # 8, 4, 2
+    runs_out(trainer, Shape(2, 0, 0, 4), {1})
     with pytest.raises(torch.OutOfMemoryError, match="single draft group"):
         trainer.train_step()
 

@@ -65,6 +65,7 @@ def config(out, **fields) -> TrainConfig:
     "fields",
     [
         {"mask_embedding": "per_slot", "layouts": ("known", "hidden")},
+        {"style": "uno", "rank": 8, "alpha": 16},
         {"shift": True},
         {"causal": True},
         {"entry": 1, "taps": (1,), "tuning": "lora", "rank": 4},
@@ -129,7 +130,7 @@ def test_clean_rows_have_no_gradient(tmp_path) -> None:
     model = tiny()
     trainer = Trainer(config(tmp_path), model, answered(model, 12))
     pack, groups = trainer.draw(0)
-    slots, _ = trainer.slots(pack, groups)
+    slots = trainer.slots(pack, groups)
     assert slots.logp.requires_grad
     from selfspec.training.step import run_clean
 

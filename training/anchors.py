@@ -3,7 +3,8 @@
 A group of B rows starts at an anchor, an answer position that at least one more answer token follows; it sees prefix
 positions below the anchor's, of its own document (random anchors: DFlash, arXiv 2602.06036). With the bonus known
 slot 0 holds the anchor's token, with the bonus hidden a mask. Same-position prediction: slot j's label is the token at
-the anchor's position + j; a shifted path predicts one further.
+the anchor's position + j; a shifted path predicts one further. Behind a seed row (UNO, arXiv 2609.04010) the anchor is
+a clean row that the group sees, and slot 0 stands one position after it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.adapters import MaskPathConfig
 from selfspec.backbone import MASK, DraftRows
 from selfspec.rows import RowLayout
 from selfspec.training.pack import Pack
@@ -29,12 +31,22 @@ class Groups:
         rows: their inputs; features are filled in once the clean rows have run.
         anchors: [N, A] long, slot of each group's anchor in the pack; 0 for padding.
         labels: [N, A, B] long, `IGNORE` where a row predicts nothing.
+        steps: [B] long, how many tokens after the anchor each row predicts.
+        first: first row that may have a label; rows before it never do.
+        level: [N, A] share of a group's unknown slots that are masked, or None where all are.
     """
 
     layout: RowLayout
     rows: DraftRows
     anchors: Tensor
     labels: Tensor
+    steps: Tensor
+    first: int = 0
+    level: Tensor | None = None
+
+    def charged(self) -> tuple[Tensor, Tensor]:
+        """Steps [T] and labels [N * A, T] of the rows that may have a label."""
+        return self.steps[self.first :], self.labels[:, :, self.first :].flatten(0, 1)
 
 
 def generator(seed: int, step: int) -> torch.Generator:
@@ -83,6 +95,8 @@ def groups(
     splits: Tensor | None = None,
     shift: bool = False,
     causal: bool = False,
+    seed: bool = False,
+    ends: Tensor | None = None,
 ) -> Groups:
     """Draft groups that start at the given anchors.
 
@@ -94,20 +108,23 @@ def groups(
         splits: [N, A] long, slots 1..s of a group hold their tokens and predict nothing (a loop's second pass).
         shift: rows predict the token after their own position.
         causal: groups are causal.
+        seed: the anchor is a clean row before the group.
+        ends: [N, A] long, last token after the anchor that a group is charged for; None charges for all.
     """
     n, s = pack.tokens.shape
     device = anchors.device
     real = anchors >= 0
     at = anchors.clamp(min=0)
     slots = torch.arange(size, device=device)
-    row = at[:, :, None] + slots  # [N, A, B]
+    ahead = slots + seed  # position of a row, from the anchor's
+    row = at[:, :, None] + ahead  # [N, A, B]
     target = row + 1 if shift else row
 
     def inside(index: Tensor) -> Tensor:
         same = _at(pack.segments, index) == _at(pack.segments, at)[:, :, None]
         return (index < s) & same & _at(pack.answer, index) & real[:, :, None]
 
-    known = (slots == 0).expand_as(row)
+    known = (ahead == 0).expand_as(row)
     if hidden is not None:
         known = known & ~hidden[:, :, None]
     if splits is not None:
@@ -116,6 +133,9 @@ def groups(
     tokens = torch.where(known, _at(pack.tokens, row), MASK)
     labels = torch.where(inside(target), _at(pack.tokens, target), IGNORE)
     labels = labels.masked_fill(torch.cat([known[..., 1:], known[..., :1] & False], -1) if shift else known, IGNORE)
+    steps = ahead + shift
+    if ends is not None:
+        labels = labels.masked_fill(steps > ends[:, :, None], IGNORE)
 
     position = _at(pack.positions, at).masked_fill(~real, 0)  # [N, A]
     group = torch.where(real, torch.arange(at.shape[1], device=device), -1)
@@ -125,18 +145,51 @@ def groups(
 
     segments = _at(pack.segments, at).clamp(min=0)
     layout = RowLayout(
-        positions=(position[:, :, None] + slots).flatten(1),
+        positions=(position[:, :, None] + ahead).flatten(1),
         start=torch.full((n,), s, dtype=torch.long, device=device),
         n_clean=0,
         attach=torch.full((n, at.shape[1] * size), -1, dtype=torch.long, device=device),
         group=rows(group),
-        limit=rows(position),
+        limit=rows(position + seed),
         causal=causal,
         key_positions=pack.positions,
         segments=rows(segments),
         key_segments=pack.segments,
     )
-    return Groups(layout, DraftRows(tokens.flatten(1), slots.repeat(at.shape[1]).expand(n, -1)), at, labels)
+    inputs = DraftRows(tokens.flatten(1), slots.repeat(at.shape[1]).expand(n, -1))
+    return Groups(layout, inputs, at, labels, steps, int(hidden is None and not shift))
+
+
+def path_groups(
+    path: MaskPathConfig,
+    pack: Pack,
+    anchors: Tensor,
+    block_size: int | None = None,
+    hidden: Tensor | None = None,
+    splits: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Groups:
+    """The groups that a path drafts a block of `block_size` with, the trained one by default; see `groups`."""
+    rows = path.rows(block_size or path.block_size)
+    return groups(pack, anchors, rows, hidden, splits, path.shift, path.causal, path.seed_row, ends)
+
+
+def following(pack: Pack, anchors: Tensor, steps: Tensor) -> Tensor:
+    """The answer's tokens so many after each anchor, `IGNORE` past its end.
+
+    Args:
+        pack: the documents.
+        anchors: [N, A] long, -1 pads.
+        steps: [T] long.
+
+    Returns:
+        [N, A, T] long
+    """
+    at = anchors.clamp(min=0)
+    index = at[:, :, None] + steps
+    same = _at(pack.segments, index) == _at(pack.segments, at)[:, :, None]
+    inside = (index < pack.tokens.shape[1]) & same & _at(pack.answer, index) & (anchors >= 0)[:, :, None]
+    return torch.where(inside, _at(pack.tokens, index), IGNORE)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:

@@ -11,15 +11,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from selfspec.adapters import MaskPathConfig
+from selfspec import sampling
 from selfspec.training import anchors as anchoring
+from selfspec.training import noise
 from selfspec.training.anchors import Groups
 from selfspec.training.config import TrainConfig
 from selfspec.training.flops import Work, work
-from selfspec.training.objectives import Mix
+from selfspec.training.objectives import Mix, dloop
 from selfspec.training.pack import Pack, Packer, send
 
-ANCHOR, HIDDEN, SPLIT, SPLIT_LENGTH = range(4)  # what a slot's random numbers decide
+ANCHOR, HIDDEN, SPLIT, SPLIT_LENGTH, REPLAY, NOISE = range(6)  # what a slot's random numbers decide
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -32,11 +33,13 @@ class Shape:
         rows: packed rows of a step.
         micro: packed rows of a forward, at most; a step that holds more rows runs as several forwards.
         anchors: draft groups of a packed row.
+        block: block size of the groups.
     """
 
     rows: int
     micro: int
     anchors: int
+    block: int
 
     def smaller(self) -> Shape | None:
         """The next shape to try when memory ran out, or None: half the rows of a forward, then half the anchors.
@@ -51,11 +54,33 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """What is random about the groups of a pack, on the host.
+
+    Attributes:
+        anchors: [N, A] long, slots in the pack, -1 pads.
+        hidden: [N, A] bool, groups whose bonus is hidden, or None.
+        splits: [N, A] long, how many drafts of a group are known, or None.
+        ends: [N, A] long, last token that a group is charged for, or None.
+        replayed: [N, A] bool, groups that start where their drafts fail instead, or None.
+        seeds: [N, A] long, of each group's noise.
+    """
+
+    anchors: Tensor
+    hidden: Tensor | None
+    splits: Tensor | None
+    ends: Tensor | None
+    replayed: Tensor | None
+    seeds: Tensor
+
+
+@dataclass(frozen=True)
 class Micro:
     """One forward's worth of a step.
 
     Attributes:
         pack, groups: what runs.
+        choices: how the groups came about.
         divisors: [terms] double on the host, this micro-batch's share of what each loss term is divided by.
         labels: rows that predict something.
         work: what the forward has to compute.
@@ -63,6 +88,7 @@ class Micro:
 
     pack: Pack
     groups: Groups
+    choices: Choices
     divisors: Tensor
     labels: int
     work: Work
@@ -71,7 +97,8 @@ class Micro:
         """The same on the device, without waiting for the copies."""
         if device.type == "cpu":
             return self
-        return dataclasses.replace(self, pack=self.pack.to(device), groups=moved(self.groups, device))
+        groups = _each(self.groups, lambda x: send(x, device))
+        return dataclasses.replace(self, pack=self.pack.to(device), groups=groups)
 
 
 class Batches:
@@ -79,9 +106,9 @@ class Batches:
 
     Args:
         packer: rows of documents.
-        config: shares of layouts, how far to draw ahead.
-        path: layouts that are trained.
+        config: the adapter, shares of layouts, how far to draw ahead.
         mix: objectives, for their divisors.
+        vocab_size: V, for noise.
         rank: of this process.
         size: processes; each takes its part of the rows of a step.
         pin: lay the tensors out for a fast copy to the device.
@@ -91,14 +118,14 @@ class Batches:
         self,
         packer: Packer,
         config: TrainConfig,
-        path: MaskPathConfig,
         mix: Mix,
+        vocab_size: int,
         rank: int = 0,
         size: int = 1,
         pin: bool = False,
     ):
-        self.packer, self.config, self.path, self.mix = packer, config, path, mix
-        self.rank, self.size, self.pin = rank, size, pin
+        self.packer, self.config, self.path, self.mix = packer, config, config.path, mix
+        self.vocab_size, self.rank, self.size, self.pin = vocab_size, rank, size, pin
         self._ahead: Ahead[tuple[int, Shape], list[Micro]] = Ahead(self._step, config.prefetch)
 
     def step(self, cursor: int, shape: Shape) -> list[Micro]:
@@ -113,15 +140,24 @@ class Batches:
     def micro(self, first: int, n: int, shape: Shape) -> Micro:
         """The micro-batch of n rows of the stream."""
         pack = self.packer.take(first, n, shape.micro)
-        groups = draw(pack, shape.anchors, self.config, self.path)
-        steps, labels = targets(groups, self.path)
+        return self._micro(pack, choose(pack, shape.anchors, shape.block, self.config), shape.block)
+
+    def with_anchors(self, micro: Micro, anchors: Tensor, shape: Shape) -> Micro:
+        """The same micro-batch with other anchors, [N, A] long on the host."""
+        return self._micro(micro.pack, dataclasses.replace(micro.choices, anchors=anchors), shape.block)
+
+    def _micro(self, pack: Pack, choices: Choices, size: int) -> Micro:
+        c = choices
+        groups = anchoring.path_groups(self.path, pack, c.anchors, size, c.hidden, c.splits, c.ends)
+        groups = noise.fill(groups, pack, self.path.noise, self.vocab_size, self.path.mask_id, c.seeds)
+        steps, labels = groups.charged()
         divisors, n_labels = self.mix.divisors(steps, labels >= 0).double(), int((labels >= 0).sum())
         if not n_labels:
             divisors = torch.zeros_like(divisors)
-        out = Micro(pack, groups, divisors, n_labels, work(pack, groups, labels))
-        if not self.pin:
-            return out
-        return dataclasses.replace(out, pack=pack.each(Tensor.pin_memory), groups=_each(groups, Tensor.pin_memory))
+        done = work(pack, groups, labels)
+        if self.pin:
+            pack, groups = pack.each(Tensor.pin_memory), _each(groups, Tensor.pin_memory)
+        return Micro(pack, groups, choices, divisors, n_labels, done)
 
     def _step(self, key: tuple[int, Shape]) -> list[Micro]:
         cursor, shape = key
@@ -130,39 +166,36 @@ class Batches:
         return [self.micro(i, min(shape.micro, first + shape.rows - i), shape) for i in starts]
 
 
-def draw(pack: Pack, n: int, config: TrainConfig, path: MaskPathConfig) -> Groups:
-    """Random draft groups of a pack, each a function of seed, document, epoch and position alone."""
-    anchors = anchoring.choose(pack, n, pack.random(ANCHOR))
-    at = anchors.clamp(min=0)
+def choose(pack: Pack, n: int, size: int, config: TrainConfig) -> Choices:
+    """Random draft groups of a pack, each a function of seed, document, epoch and position alone.
+
+    Args:
+        pack: of a `Packer`.
+        n: groups of a row.
+        size: block size.
+        config: shares of layouts.
+    """
+    path = config.path
+    anchors = anchoring.choose(pack, n // 2 if config.complement else n, pack.random(ANCHOR))
 
     def random(what: int) -> Tensor:
-        return pack.random(what).gather(1, at)  # [N, A]
+        return pack.random(what).gather(1, anchors.clamp(min=0))  # [N, A]
 
-    hidden = splits = None
+    hidden = splits = ends = None
+    if config.complement:
+        anchors, splits, ends = dloop.views(anchors, size, random(SPLIT_LENGTH))
     if "hidden" in path.layouts:
         hidden = random(HIDDEN) < (config.hidden_share if "known" in path.layouts else 1.0)
-    if path.prefix_splits:
-        splits = 1 + (random(SPLIT_LENGTH) * (path.block_size - 2)).long()
+        if splits is not None:
+            hidden &= splits == 0
+    if path.prefix_splits and splits is None:
+        splits = 1 + (random(SPLIT_LENGTH) * (size - 2)).long()
         splits = splits.masked_fill(random(SPLIT) >= config.split_share, 0)
         splits = splits if hidden is None else splits.masked_fill(hidden, 0)
-    return anchoring.groups(pack, anchors, path.block_size, hidden, splits, path.shift, path.causal)
-
-
-def first_row(path: MaskPathConfig) -> int:
-    """First row of a group that may have a label: the anchor of a known group has none."""
-    return 0 if path.shift or "hidden" in path.layouts else 1
-
-
-def targets(groups: Groups, path: MaskPathConfig) -> tuple[Tensor, Tensor]:
-    """How far ahead of the anchor each row predicts [T], and what it should predict [N * A, T]."""
-    first = first_row(path)
-    steps = torch.arange(first, path.block_size, device=groups.labels.device) + path.shift
-    return steps, groups.labels[:, :, first:].flatten(0, 1)
-
-
-def moved(x: Groups, device: torch.device) -> Groups:
-    """Groups on a device, without waiting for the copies."""
-    return _each(x, lambda t: send(t, device))
+    replayed = random(REPLAY) < config.replay_share if config.replay_share else None
+    assert pack.keys is not None
+    seeds = sampling.hashed(pack.keys, pack.positions, NOISE).gather(1, anchors.clamp(min=0))
+    return Choices(anchors, hidden, splits, ends, replayed, seeds)
 
 
 def _each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from selfspec.adapters.config import MaskPathConfig
-from selfspec.training.objectives import Mix
+from selfspec.training.objectives import Mix, dbloom
 
 
 @dataclass
@@ -39,6 +39,9 @@ class TrainConfig:
             by the group, but the budget then holds fewer of them.
         hidden_share: share of groups whose bonus is hidden, where the adapter is trained for both layouts.
         split_share: share of groups with known tokens in slots 1..s, where the adapter is trained for prefix splits.
+        complement: give every anchor both views of one split instead, each charged where it is used (D-Loop).
+        replay_share: share of groups that start where a draft of theirs was rejected instead (Draft-OPD).
+        growth: block sizes of equal stages of the schedule, up to the adapter's own (DBloom); empty has one stage.
         lr: peak learning rate.
         mask_lr: factor on it for mask embeddings.
         betas: of AdamW.
@@ -85,6 +88,9 @@ class TrainConfig:
     groups: int = 4096
     hidden_share: float = 0.5
     split_share: float = 0.25
+    complement: bool = False
+    replay_share: float = 0.0
+    growth: tuple[int, ...] = ()
     lr: float = 6e-4
     mask_lr: float = 5.0
     betas: tuple[float, ...] = (0.9, 0.95)
@@ -117,8 +123,14 @@ class TrainConfig:
         for name in ("data", "valid"):
             value = getattr(self, name)
             setattr(self, name, (value,) if isinstance(value, str) else tuple(value))
-        self.betas = tuple(self.betas)
-        self.path, self.mix  # noqa: B018  both raise where something is wrong
+        self.betas, self.growth = tuple(self.betas), tuple(self.growth)
+        path, mix = self.path, self.mix  # both raise where something is wrong
+        mix.require(path.heads)
+        first = dbloom.block(0.0, self.growth, path.block_size)
+        if first < 3 and (path.seed_row or path.prefix_splits):
+            raise ValueError(f"growth={self.growth}: a seed row and prefix splits need blocks of 3 or more")
+        if self.complement and not path.prefix_splits:
+            raise ValueError("complement=True trains prefix splits: set adapter.prefix_splits")
         for name in ("length", "rows", "anchors", "accumulate", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected 1 or more")

@@ -18,11 +18,12 @@ from torch import Tensor
 from selfspec.backbone import Backbone
 from selfspec.stats import Stats, mean_tau, total
 from selfspec.training import anchors as anchoring
+from selfspec.training import noise
 from selfspec.training.acceptance import expected_rounds, overlap
 from selfspec.training.data import Answer
 from selfspec.training.head import Head
 from selfspec.training.pack import Pack, Packer
-from selfspec.training.step import run_clean, run_draft
+from selfspec.training.step import draft_states, run_clean
 
 
 @dataclass(frozen=True)
@@ -151,21 +152,19 @@ def _matches(
     order = order.masked_fill(order == able.shape[1], -1)
     out = torch.full((*able.shape, size - 1), -1, dtype=torch.int8, device=able.device)
     chance = torch.full(out.shape, -1.0, device=able.device)
-    rows = size - 1 if config.shift else size
+    steps = torch.arange(1, size, device=able.device)
     for start in range(0, int(able.sum(1).max()), n):
         chosen = order[:, start : start + n]
         chosen = torch.nn.functional.pad(chosen, (0, n - chosen.shape[1]), value=-1)
         hidden_bonus = torch.full_like(chosen, layout == "hidden", dtype=torch.bool)
-        groups = anchoring.groups(pack, chosen, rows, hidden_bonus, shift=config.shift, causal=config.causal)
-        hidden = run_draft(backbone, groups, cache, taps)
-        first = 0 if config.shift else 1  # the row that predicts the anchor's successor
-        drafts = hidden[:, :, first:].flatten(0, 2)
+        groups = anchoring.path_groups(config, pack, chosen, size, hidden_bonus)
+        groups = noise.fill(groups, pack, config.noise, backbone.vocab_size, config.mask_id, None)
+        drafts = draft_states(backbone, groups, cache, clean, taps).flatten(0, 2)
         # the verifier's distribution of a slot's token stands on the clean row before it
-        before = chosen.clamp(min=0)[:, :, None] + torch.arange(size - 1, device=chosen.device)  # [N, A, B - 1]
-        before = before.clamp(max=clean.shape[1] - 1).flatten(1)
+        before = (chosen.clamp(min=0)[:, :, None] + steps - 1).clamp(max=clean.shape[1] - 1).flatten(1)
         target = clean.gather(1, before[:, :, None].expand(-1, -1, clean.shape[2])).flatten(0, 1)
         guess, overlaps = (x.view(*chosen.shape, size - 1) for x in _compare(head, drafts, target, config.mask_id))
-        labels = groups.labels[:, :, first:]
+        labels = anchoring.following(pack, chosen, steps)
         match = torch.where(labels < 0, -1, (guess == labels).long()).to(torch.int8)
         real = chosen >= 0
         request = torch.arange(len(chosen), device=chosen.device)[:, None].expand_as(chosen)

@@ -48,7 +48,7 @@ def larger(shape: Shape, most: int) -> Iterator[Shape]:
     """
     for anchors, rows in ((shape.anchors * 3 // 2, shape.rows), (shape.anchors, shape.rows * 2)):
         if (anchors, rows) != (shape.anchors, shape.rows) and anchors * rows <= most:
-            yield Shape(rows, rows if shape.micro == shape.rows else shape.micro, anchors)
+            yield Shape(rows, rows if shape.micro == shape.rows else shape.micro, anchors, shape.block)
 
 
 def search(
@@ -154,7 +154,7 @@ def _measure(trainer: Trainer, shape: Shape, warm: int = 2, repeats: int = 3) ->
             break
     trainer.clear()
     if failed:
-        trainer.free()
+        trainer.clear(drop=True)
         return None
     best = max(world.gather(min(times[1:])))
     moments = 8.0 * sum(p.numel() for p in trainer.params) / (world.size if world.sharded else 1)

@@ -71,7 +71,8 @@ def flops(backbone: Backbone, done: Work) -> float:
     that is: clean rows go forward only; draft rows go forward and give a gradient of their inputs in every layer, but a
     gradient of weights in trained matrices only; attention's backward is twice its forward, keys and values of clean
     rows having no gradient notwithstanding. A copy takes the place of a base matrix, a LoRA comes on top of it.
-    Recomputation, norms, embeddings and the optimizer count as nothing.
+    Recomputation, norms, embeddings, small heads, second
+    passes of some objectives and the optimizer count as nothing.
     """
     entry = backbone.path.entry if backbone.path is not None else 0
     clean = forward = trained = 0

@@ -20,7 +20,7 @@ class Captured:
     Gradients stand where the graph adds to them: they have to be set to zero in place, not dropped.
 
     Args:
-        run: `run(pack, groups, divisors)`, which adds to gradients and returns tensors by name.
+        run: `run(pack, groups, given)`, which adds to gradients and returns tensors by name.
         params: whose gradients it adds to.
     """
 
@@ -32,7 +32,7 @@ class Captured:
         self.out: dict[str, Tensor] = {}
         self.stream = torch.cuda.Stream()
 
-    def __call__(self, pack: Pack, groups: Groups, divisors: Tensor) -> dict[str, Tensor]:
+    def __call__(self, pack: Pack, groups: Groups, given: Tensor) -> dict[str, Tensor]:
         """The same as `run`, on tensors of the same shapes each time."""
         if self.graph is not None and any(p.grad is None for p in self.params):
             raise RuntimeError("a gradient was dropped under a captured step: zero it in place")
@@ -40,12 +40,12 @@ class Captured:
         if self.calls <= WARM:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                out = self.run(pack, groups, divisors)
+                out = self.run(pack, groups, given)
             torch.cuda.current_stream().wait_stream(self.stream)
             return out
-        fresh = _flat(pack, groups, divisors)
+        fresh = _flat(pack, groups, given)
         if self.graph is None:
-            self._capture(pack, groups, divisors)
+            self._capture(pack, groups, given)
         else:
             assert self.inputs is not None
             for old, new in zip(_flat(*self.inputs), fresh, strict=True):
@@ -54,15 +54,15 @@ class Captured:
         self.graph.replay()
         return {k: v.clone() for k, v in self.out.items()}  # the next replay writes over them
 
-    def _capture(self, pack: Pack, groups: Groups, divisors: Tensor) -> None:
+    def _capture(self, pack: Pack, groups: Groups, given: Tensor) -> None:
         """Record the function; recording computes nothing."""
-        self.inputs = pack, groups, divisors
+        self.inputs = pack, groups, given
         graph = torch.cuda.CUDAGraph()
         # batches are laid out on another thread meanwhile, which may ask for page-locked memory
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.out = self.run(pack, groups, divisors)
+            self.out = self.run(pack, groups, given)
         self.graph = graph
 
 
-def _flat(pack: Pack, groups: Groups, divisors: Tensor) -> list[Tensor]:
-    return [*(pack.tokens, pack.positions, pack.segments, pack.answer), *tensors_of(groups), divisors]
+def _flat(pack: Pack, groups: Groups, given: Tensor) -> list[Tensor]:
+    return [*(pack.tokens, pack.positions, pack.segments, pack.answer), *tensors_of(groups), given]

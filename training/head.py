@@ -48,31 +48,44 @@ class Head:
             return _LabelLogp.apply(hidden, *self.plain, labels, chunk, self.compiled)
         parts = []
         for h, label in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            parts.append(checkpoint(lambda h, t: _label_stats(self.logits(h), t)[1:], h, label, use_reentrant=False))
+            parts.append(
+                checkpoint(
+                    lambda h, t: _label_stats(self.logits(h), t)[1:],
+                    h,
+                    label,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            )
         return torch.cat([p for p, _ in parts]), torch.cat([hit for _, hit in parts])
 
-    def kl(self, hidden: Tensor, teacher: Tensor, top_k: int | None = None) -> Tensor:
-        """Forward KL from the verifier's distribution to the draft's, by row.
+    def measure(self, fn: Callable, hidden: Tensor, teacher: Tensor, *scales: Tensor, **options) -> Tensor:
+        """A number for every row from the draft's logits and the verifier's, recomputed for the backward pass.
 
         Args:
+            fn: from logits [m, V] and [m, V], and the scales, to [m]; a module-level function.
             hidden: [M, d] draft rows.
-            teacher: [M, d] clean rows that predict the same tokens.
-            top_k: keep only the verifier's k most probable tokens, renormalised.
+            teacher: [M, d] clean rows that predict the same tokens; no gradient.
+            scales: [M] each.
+            options: of `fn`.
+
+        Returns:
+            [M]
         """
+
+        def run(h: Tensor, t: Tensor, *rest: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.logits(t)
+            return (_compiled(fn) if self.compiled else fn)(self.logits(h), target, *rest, **options)
+
         parts, chunk = [], self._even(len(hidden))
-        for h, t in zip(hidden.split(chunk), teacher.split(chunk), strict=True):
-            parts.append(checkpoint(self._kl, h, t, top_k, use_reentrant=False))
+        for some in zip(*(x.split(chunk) for x in (hidden, teacher, *scales)), strict=True):
+            parts.append(checkpoint(run, *some, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(parts)
 
     def _even(self, rows: int) -> int:
         """Chunks of one size where that is possible, so that one compiled kernel serves them."""
         return max(1, -(-rows // max(1, -(-rows // self.chunk))))
-
-    def _kl(self, hidden: Tensor, teacher: Tensor, top_k: int | None) -> Tensor:
-        with torch.no_grad():
-            target = self.logits(teacher)
-        fused = _compiled(_forward_kl) if self.compiled and top_k is None else _forward_kl
-        return fused(self.logits(hidden), target, top_k)
 
     @torch.no_grad()
     def argmax(self, hidden: Tensor, banned: int | None = None) -> Tensor:
@@ -127,17 +140,6 @@ def _label_grad(logits: Tensor, lse: Tensor, labels: Tensor, grad: Tensor) -> Te
     p = (logits.to(lse.dtype) - lse[:, None]).exp()
     at = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
     return ((at.to(p.dtype) - p) * grad[:, None]).to(logits.dtype)
-
-
-def _forward_kl(logits: Tensor, target: Tensor, top_k: int | None = None) -> Tensor:
-    """sum_v p(v) (log p(v) - log q(v)) by row. [M, V], [M, V] -> [M]"""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    log_q = logits.to(wide).log_softmax(-1)
-    if top_k is not None:
-        target, index = target.topk(min(top_k, target.shape[-1]), -1)
-        log_q = log_q.gather(-1, index)
-    log_p = target.to(wide).log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ def optimizer_of(path: MaskPathModel, config: TrainConfig, fused: bool) -> torch
         fused: one kernel for many parameters (CUDA).
     """
     inside = {id(p) for p in path.deltas.parameters()}
-    mask, rest = [path.mask], [p for p in path.parameters() if p is not path.mask and p.requires_grad]
-    parts = (mask, [p for p in rest if id(p) not in inside], [p for p in rest if id(p) in inside])
+    trained = [p for p in path.parameters() if p.requires_grad]
+    rest = [p for p in trained if p is not path.mask]
+    outside, deltas = ([p for p in rest if (id(p) in inside) == yes] for yes in (False, True))
+    parts = ([p for p in trained if p is path.mask], outside, deltas)
     scales = (config.mask_lr, 1.0, 1.0)
     groups = [{"params": params, "scale": scale} for params, scale in zip(parts, scales) if params]
     return torch.optim.AdamW(
@@ -59,6 +62,16 @@ def clip(params: Sequence[nn.Parameter], most: float, world: World) -> Tensor:
 def lerp_(means: Sequence[Tensor], params: Sequence[Tensor], weight: float) -> None:
     """Move averaged weights towards the present ones."""
     torch._foreach_lerp_([local(m) for m in means], [local(p.detach()) for p in params], weight)
+
+
+@contextmanager
+def swapped(params: Sequence[Tensor], other: Sequence[Tensor]) -> Iterator[None]:
+    """Work with another set of weights for a while; an empty one is the present ones."""
+    swap_(params, other)
+    try:
+        yield
+    finally:
+        swap_(params, other)
 
 
 @torch.no_grad()

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from selfspec.attention import backend
-from selfspec.backbone import Backbone
+from selfspec.backbone import Backbone, DraftRows
 from selfspec.cache import PrefixCache
 from selfspec.rows import RowLayout
-from selfspec.training.anchors import Groups
+from selfspec.training.anchors import Groups, groups
 from selfspec.training.pack import Pack
 
 
@@ -36,14 +37,73 @@ def run_clean(backbone: Backbone, pack: Pack) -> tuple[PrefixCache, Tensor, Tens
     return cache, hidden.clean, hidden.taps
 
 
-def run_draft(backbone: Backbone, groups: Groups, cache: PrefixCache, taps: Tensor | None) -> Tensor:
+def run_draft(backbone: Backbone, drafted: Groups, cache: PrefixCache, taps: Tensor | None) -> Tensor:
     """The draft rows over a recorded prefix. Hidden states after the final norm, [N, A, B, d]."""
-    rows = groups.rows
+    rows = drafted.rows
     if taps is not None:
-        last = (groups.anchors - 1).clamp(min=0)  # the last clean position that a group sees
+        last = (drafted.anchors - 1).clamp(min=0)  # the last clean position that a group sees
         features = taps.gather(1, last[:, :, None].expand(-1, -1, taps.shape[2]))
-        rows = replace(rows, features=features.repeat_interleave(groups.labels.shape[2], 1))
-    return backbone(groups.layout, cache, draft=rows).draft.unflatten(1, groups.labels.shape[1:])
+        rows = replace(rows, features=features.repeat_interleave(drafted.labels.shape[2], 1))
+    return backbone(drafted.layout, cache, draft=rows).draft.unflatten(1, drafted.labels.shape[1:])
+
+
+class Untouched(nn.Module):
+    """A mask path that changes nothing: its rows are the base model's own, at any place of a pack."""
+
+    entry, taps = 0, ()
+
+    def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
+        """[N, D, d] -> [N, D, d]"""
+        return embeddings
+
+    def delta(self, layer: int, name: str) -> None:
+        """Nothing, anywhere."""
+
+
+def verifier_of(model: PreTrainedModel, backend: str = "sdpa") -> Backbone:
+    """A backbone whose draft rows are clean ones, to run texts that branch off a pack (`run_verifier`)."""
+    return Backbone(model, Untouched(), backend, verify=False)
+
+
+@torch.no_grad()
+def run_verifier(verifier: Backbone, pack: Pack, cache: PrefixCache, anchors: Tensor, tokens: Tensor) -> Tensor:
+    """What the untouched model says after other tokens than the pack's.
+
+    Args:
+        verifier: of `verifier_of`.
+        pack: the documents.
+        cache: of `run_clean`.
+        anchors: [N, A] long, slots of the first tokens.
+        tokens: [N, A, T] long, tokens at the anchors' positions and after them.
+
+    Returns:
+        Hidden states after each token, [N, A, T, d].
+    """
+    layout = groups(pack, anchors, tokens.shape[2], causal=True).layout
+    slots = torch.arange(tokens.shape[2], device=tokens.device).repeat(anchors.shape[1]).expand(len(anchors), -1)
+    rows = DraftRows(tokens.flatten(1), slots)
+    return verifier(layout, cache, draft=rows).draft.unflatten(1, tokens.shape[1:])
+
+
+def draft_states(backbone: Backbone, drafted: Groups, cache: PrefixCache, clean: Tensor, taps: Tensor | None) -> Tensor:
+    """Hidden states that the drafts 1..B-1 of a decoded block come from, seed row included.
+
+    Args:
+        backbone: with a mask path.
+        drafted: its groups (`anchors.path_groups`).
+        cache: of `run_clean`.
+        clean: likewise, [N, S, d].
+        taps: likewise.
+
+    Returns:
+        [N, A, B - 1, d]
+    """
+    config = backbone.path.config  # type: ignore[union-attr]
+    hidden = run_draft(backbone, drafted, cache, taps)
+    if config.seed_row:
+        seed = clean.gather(1, drafted.anchors[:, :, None].expand(-1, -1, clean.shape[2]))
+        return torch.cat([seed[:, :, None], hidden], 2)
+    return hidden if config.shift else hidden[:, :, 1:]
 
 
 def compile_layers(backbone: Backbone, kernel: dict[str, Any] | None = None, **options) -> None:

@@ -20,17 +20,19 @@ from selfspec.adapters import MaskPathModel
 from selfspec.backbone import Backbone
 from selfspec.training import checkpoint, fit, schedule
 from selfspec.training.anchors import Groups
-from selfspec.training.batches import Batches, Micro, Shape, first_row, targets
+from selfspec.training.batches import Batches, Micro, Shape
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Answer, hold_out, load_answers
 from selfspec.training.evaluate import Batching, evaluate
 from selfspec.training.flops import Work, mfu, total
 from selfspec.training.head import Head
 from selfspec.training.log import Log, Window, profiled
-from selfspec.training.objectives import Slots
-from selfspec.training.optim import clip, lerp_, optimizer_of, swap_
+from selfspec.training.objectives import Slots, dbloom
+from selfspec.training.optim import clip, lerp_, optimizer_of, swap_, swapped
 from selfspec.training.pack import Pack, Packer
-from selfspec.training.step import compile_layers, run_clean, run_draft
+from selfspec.training.readout import read
+from selfspec.training.replay import failures
+from selfspec.training.step import compile_layers, verifier_of
 from selfspec.training.world import World, shard
 
 WARM_STEPS = 2  # of every call and shape; compilation is no training, and its time isn't charged to the schedule
@@ -97,6 +99,9 @@ class Trainer:
         if config.init:
             checkpoint.load_weights(self.path, config.init, model)
         self.backbone = Backbone(model, self.path, backend)
+        if self.mix.on_policy and self.world.sharded:
+            raise ValueError("on-policy terms run the base model's own layers, which are split here: leave out FSDP")
+        self.verifier = verifier_of(model, backend) if self.mix.on_policy else None
         self.packer = Packer(answers, config.length, config.rows, config.seed, self.backbone.max_positions)
         if compiled:
             compile_layers(self.backbone, config.flex or None, mode=config.compile_mode)
@@ -107,13 +112,13 @@ class Trainer:
         self.params = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.ema = [p.detach().clone() for p in self.params] if config.ema else []
         self.batches = Batches(
-            self.packer, config, self.path_config, self.mix, self.world.rank, self.world.size, pin=cuda
+            self.packer, config, self.mix, self.backbone.vocab_size, self.world.rank, self.world.size, pin=cuda
         )
         self.step, self.elapsed, self.cursor, self.zero_loss = 0, 0.0, 0, 0
         self.fitted, self.best = False, -1.0
         self.downs: list[dict[str, int]] = []
         self.stop = False
-        self.reshape(Shape(config.rows * config.accumulate, config.rows, config.anchors))
+        self.reshape(Shape(config.rows * config.accumulate, config.rows, config.anchors, self.block))
         if config.resume:
             self._resume()
 
@@ -131,30 +136,21 @@ class Trainer:
 
     def draw(self, index: int) -> tuple[Pack, Groups]:
         """A micro-batch of the stream and its draft groups."""
-        micro = self.batches.micro(index * self.shape.micro, self.shape.micro, self.shape).to(self.device)
-        return micro.pack, micro.groups
+        micro = self.batches.micro(index * self.shape.micro, self.shape.micro, self.shape)
+        there = self._replayed(micro).to(self.device)
+        return there.pack, there.groups
 
-    def slots(self, pack: Pack, groups: Groups) -> tuple[Slots, Tensor]:
-        """Run a micro-batch. Returns what the objectives read, and [G, T] slots whose guess is right."""
-        cache, clean, taps = run_clean(self.backbone, pack)
-        hidden = run_draft(self.backbone, groups, cache, taps)[:, :, first_row(self.path_config) :]  # [N, A, T, d]
-        steps, labels = targets(groups, self.path_config)
-        flat = hidden.flatten(0, 2)
-        logp, hits = self.head.logp(flat, labels.clamp(min=0).flatten())
-        kl = {}
-        if self.mix.top_ks:
-            source = (groups.anchors[:, :, None] + steps - 1).clamp(0, clean.shape[1] - 1).flatten(1)  # [N, A * T]
-            teacher = clean.gather(1, source[:, :, None].expand(-1, -1, clean.shape[2])).flatten(0, 1)
-            kl = {k: self.head.kl(flat, teacher, k).view(labels.shape) for k in self.mix.top_ks}
-        return Slots(steps, labels >= 0, logp.view(labels.shape), kl), hits.view(labels.shape)
+    def slots(self, pack: Pack, groups: Groups, progress: float | Tensor | None = None) -> Slots:
+        """Run a micro-batch. Returns what the objectives read."""
+        at = self.progress if progress is None else progress
+        return read(self.backbone, self.head, pack, groups, at, self.verifier)
 
-    def _run(self, pack: Pack, groups: Groups, divisors: Tensor) -> dict[str, Tensor]:
+    def _run(self, pack: Pack, groups: Groups, given: Tensor) -> dict[str, Tensor]:
         """Forward and backward of a micro-batch; gradients add up. Returns what may be logged, on the device."""
-        slots, hits = self.slots(pack, groups)
-        loss, parts = self.mix.loss(slots, divisors)
+        slots = self.slots(pack, groups, given[-1])
+        loss, parts = self.mix.loss(slots, given[:-1])
         loss.backward()
-        run = (hits & slots.valid)[:, slots.steps >= 1].long().cumprod(1).sum()
-        return parts | {"loss": loss.detach(), "run": run, "groups": slots.valid.any(1).sum()}
+        return parts | {"loss": loss.detach(), "run": slots.taken.sum(), "groups": slots.valid.any(1).sum()}
 
     def attempt(self, batches: Sequence[Micro], divisors: Tensor) -> dict[str, Tensor] | None:
         """Gradients of a step's micro-batches on this process; None where its memory ran out.
@@ -164,11 +160,12 @@ class Trainer:
             divisors: [terms] of the whole step, over all processes; 0 where nothing is predicted.
         """
         logs: dict[str, Tensor] = {}
-        on_device = divisors.clamp(min=1e-6).float().to(self.device)
+        # what changes from step to step goes in as one tensor, so that a graph can hold the rest
+        given = torch.cat([divisors.clamp(min=1e-6), torch.tensor([self.progress])]).float().to(self.device)
         try:
             for micro in batches:
                 there = micro.to(self.device)
-                parts = self._runner(there.pack, there.groups, on_device)
+                parts = self._runner(there.pack, there.groups, given)
                 logs = {k: v + logs.get(k, 0) for k, v in parts.items()}
         except torch.OutOfMemoryError as error:
             if self.world.sharded:
@@ -179,27 +176,25 @@ class Trainer:
             return None
         return logs
 
-    def clear(self) -> None:
-        """Drop the gradients; under a graph, which adds to them where they stand, they become zero there."""
-        self.optimizer.zero_grad(set_to_none=not self.config.graph)
-
-    def free(self) -> None:
-        """Give back what a failed step left."""
-        self.optimizer.zero_grad(set_to_none=True)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def clear(self, drop: bool = False) -> None:
+        """Drop the gradients, or zero them in place where a graph adds to them; `drop` gives all memory back."""
+        self.optimizer.zero_grad(set_to_none=drop or not self.config.graph)
+        if drop:
+            gc.collect()
+            torch.cuda.empty_cache()  # does nothing without CUDA
 
     def train_step(self) -> dict[str, Tensor]:
         """One optimizer step. Returns what may be logged, this process's part, still on the device."""
         c, world = self.config, self.world
         while True:
-            batches = self.batches.step(self.cursor, self.shape)
+            if self.block != self.shape.block:
+                self.reshape(dataclasses.replace(self.shape, block=self.block))
+            batches = [self._replayed(b) for b in self.batches.step(self.cursor, self.shape)]
             *sums, labels = world.sum([*sum(b.divisors for b in batches).tolist(), sum(b.labels for b in batches)])  # type: ignore[union-attr]
             logs = self.attempt(batches, torch.tensor(sums))
             if not world.any(logs is None):
                 break
-            self.free()
+            self.clear(drop=True)
             self.downs.append({"step": self.step, "micro": self.shape.micro, "anchors": self.shape.anchors})
             self.reshape(fit.lower(self.shape))
             self.log({"event": "out_of_memory", "step": self.step, **dataclasses.asdict(self.shape)})
@@ -221,6 +216,19 @@ class Trainer:
         if self.ema:
             lerp_(self.ema, self.params, 1 - min(c.ema, (1 + self.step) / (10 + self.step)))
         return logs
+
+    def _replayed(self, micro: Micro) -> Micro:
+        """Let some groups start where the present weights' drafts fail instead (`selfspec.training.replay`)."""
+        if micro.choices.replayed is None:
+            return micro
+        anchors = micro.choices.anchors
+        failed = failures(self.backbone, self.head, micro.pack.to(self.device), anchors.to(self.device)).cpu()
+        return self.batches.with_anchors(micro, torch.where(micro.choices.replayed, failed, anchors), self.shape)
+
+    @property
+    def block(self) -> int:
+        """Block size of the groups at this point of the schedule."""
+        return dbloom.block(self.progress, self.config.growth, self.path_config.block_size)
 
     @property
     def progress(self) -> float:
@@ -280,7 +288,8 @@ class Trainer:
             if warm:
                 self.log({"event": "warm", "step": self.step, "seconds": round(seconds, 2)})
                 if c.profile and self._warm == WARM_STEPS:
-                    self._profile()
+                    table = profiled(self.train_step, c.profile, self.device)
+                    (self.out / f"profile{self.world.rank or ''}.txt").write_text(table)
                 window = Window()
                 continue
             self.elapsed += seconds
@@ -340,13 +349,12 @@ class Trainer:
         """Look at the validation answers; the best weights so far stand in `best/`."""
         began = time.perf_counter()
         use = self.ema if which == "ema" else []
-        swap_(self.params, use)
-        out = self.evaluate(self.valid)
-        tau = out.get(self.path_config.layouts[0], {}).get("tau", 0.0)
-        if tau > self.best:
-            self.best = tau
-            self._save_adapter("best", [])
-        swap_(self.params, use)
+        with swapped(self.params, use):
+            out = self.evaluate(self.valid)
+            tau = out.get(self.path_config.layouts[0], {}).get("tau", 0.0)
+            if tau > self.best:
+                self.best = tau
+                self._save_adapter("best", [])
         self.log({"event": "valid", "step": self.step, "weights": which if use else "last", **out, "best": self.best,
                   "seconds": round(time.perf_counter() - began, 2)})  # fmt: skip
         return out
@@ -384,14 +392,8 @@ class Trainer:
         self.reshape(Shape(**state["shape"]))
 
     def _save_adapter(self, name: str, weights: list[Tensor]) -> None:
-        swap_(self.params, weights)
-        checkpoint.save_adapter(self.path, self.out / name, self.model, self.world.main)
-        swap_(self.params, weights)
-
-    def _profile(self) -> None:
-        table = profiled(self.train_step, self.config.profile, self.device)
-        if self.world.main:
-            (self.out / "profile.txt").write_text(table)
+        with swapped(self.params, weights):
+            checkpoint.save_adapter(self.path, self.out / name, self.model, self.world.main)
 
     def _memory(self) -> float:
         return round(torch.cuda.max_memory_allocated() / 2**30, 2) if self.device.type == "cuda" else 0.0

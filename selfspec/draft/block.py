@@ -1,7 +1,9 @@
 """Block draft: one group of mask rows after the anchor, all positions guessed at once (DFlash, arXiv 2602.06036).
 
 Same-position prediction: slot 0 holds the anchor, slot j predicts the token at the anchor's position + j. A shifted
-path (Orthrus, arXiv 2605.12825) predicts one ahead of each row instead.
+path (Orthrus, arXiv 2605.12825) predicts one ahead of each row instead. With a seed row (UNO, arXiv 2609.04010) the
+anchor rides as a clean row, whose output is the base model's own next token and the first draft, and the group stands
+behind it; there random tokens take the masks' place.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from selfspec import sampling
 from selfspec.backbone import MASK, Backbone, DraftRows
 from selfspec.cache import KVCache
 from selfspec.rows import block as block_layout
+from selfspec.rows import chain, overlapped
 
 
 def draft_inputs(
@@ -63,14 +67,48 @@ def propose(
     Returns:
         [N, size - 1, V] logits; the mask's own vocabulary id is banned.
     """
-    n_rows = size - 1 if path.shift else size  # a shifted group's last row would predict past the block
-    rows = block_layout(start, n_rows, path.causal)
+    n_rows = path.rows(size)  # a shifted group's last row would predict past the block
     features = None if features is None else features[:, None]
-    inputs = draft_inputs(anchor, len(anchor), n_rows, 1, anchor.device, features)
+    if path.seed_row:
+        clean = chain(start, 1)
+        rows = overlapped(clean, torch.zeros_like(anchor)[:, None], n_rows, path.causal) if n_rows else clean
+    else:
+        rows = block_layout(start, n_rows, path.causal)
+    inputs = draft_inputs(None if path.seed_row else anchor, len(anchor), n_rows, 1, anchor.device, features)
     if known is not None:
         inputs = replace(inputs, tokens=torch.cat([anchor[:, None], known[:, : n_rows - 1]], 1))
-    hidden = backbone(rows, cache, draft=inputs, n_keys=n_keys).draft  # [N, n_rows, d]
-    return ban_mask(backbone.logits(hidden if path.shift else hidden[:, 1:]), path.mask_id)
+    if path.noise == "uniform":
+        drawn = noise(anchor, rows.positions[:, rows.n_clean :], backbone.vocab_size, path.mask_id)
+        inputs = replace(inputs, tokens=torch.where(inputs.tokens == MASK, drawn, inputs.tokens))
+    # the seed's keys and values are not committed here: verification writes the same ones again
+    tokens = anchor[:, None] if path.seed_row else None
+    hidden = backbone(rows, cache, tokens, inputs if n_rows else None, n_keys=n_keys)
+    if path.seed_row:
+        states = torch.cat([hidden.clean, hidden.draft], 1)
+    else:
+        states = hidden.draft if path.shift else hidden.draft[:, 1:]
+    return ban_mask(backbone.logits(states), path.mask_id)
+
+
+def noise(anchor: Tensor, positions: Tensor, vocab_size: int, mask_id: int | None = None) -> Tensor:
+    """Random tokens in the place of masks, a function of the anchor's token and the position; never the mask's own id.
+
+    Args:
+        anchor: [N] long.
+        positions: [N, D] long.
+        vocab_size: V.
+        mask_id: a vocabulary id that is left out.
+
+    Returns:
+        [N, D] long
+    """
+    return uniform_tokens(sampling.hashed(anchor[:, None], sampling.NOISE, positions), vocab_size, mask_id)
+
+
+def uniform_tokens(bits: Tensor, vocab_size: int, mask_id: int | None = None) -> Tensor:
+    """Vocabulary ids from well-mixed integers, all equally likely but for the mask's own. [...] -> [...]"""
+    tokens = bits.remainder(vocab_size - (mask_id is not None))
+    return tokens if mask_id is None else tokens + (tokens >= mask_id)
 
 
 def ban_mask(logits: Tensor, mask_id: int | None) -> Tensor:

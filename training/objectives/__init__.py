@@ -7,34 +7,59 @@ on the labels alone, so that it can be added up over micro-batches and processes
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from selfspec.training.objectives.bv import BlockVerification
+from selfspec.training.objectives.calibrator import Calibrator
 from selfspec.training.objectives.ce import CrossEntropy
+from selfspec.training.objectives.chain import Chain
+from selfspec.training.objectives.confidence import Confidence
+from selfspec.training.objectives.dblast import AcceptanceLength
 from selfspec.training.objectives.dpace import DPace
+from selfspec.training.objectives.focal import FirstErrorFocal
 from selfspec.training.objectives.kl import ForwardKL
+from selfspec.training.objectives.length import Length
+from selfspec.training.objectives.lk import LKAlpha, LKHybrid
+from selfspec.training.objectives.markov import Markov
+from selfspec.training.objectives.nelbo import Nelbo
+from selfspec.training.objectives.on_policy import OnPolicy
+from selfspec.training.objectives.positional import Positional
+from selfspec.training.objectives.rkl import ReverseKL
+from selfspec.training.objectives.slots import Slots
+from selfspec.training.objectives.tv import TotalVariation
+from selfspec.training.objectives.vat import Vat
 
-OBJECTIVES: dict[str, type] = {"ce": CrossEntropy, "dpace": DPace, "kl": ForwardKL}
+__all__ = ["HEADS", "OBJECTIVES", "Mix", "Objective", "Slots"]
 
-
-@dataclass(frozen=True)
-class Slots:
-    """What is known of G groups of T slots.
-
-    Attributes:
-        steps: [T] long, how many tokens after the anchor a slot predicts: 1 for the first draft, 0 for a hidden bonus.
-        valid: [G, T] bool, slots with a label.
-        logp: [G, T] log-probability of the label; anything where there is none.
-        kl: [G, T] divergences that objectives asked for, by top_k.
-    """
-
-    steps: Tensor
-    valid: Tensor
-    logp: Tensor
-    kl: dict[int | None, Tensor] = dataclasses.field(default_factory=dict)
+HEADS: dict[str, type] = {  # terms that train the head of the same name
+    "calibrator": Calibrator,
+    "confidence": Confidence,
+    "length": Length,
+    "markov": Markov,
+}
+OBJECTIVES: dict[str, type] = {
+    "bv": BlockVerification,
+    "ce": CrossEntropy,
+    "chain": Chain,
+    "dblast": AcceptanceLength,
+    "dpace": DPace,
+    "focal": FirstErrorFocal,
+    "kl": ForwardKL,
+    "lk_alpha": LKAlpha,
+    "lk_hybrid": LKHybrid,
+    "nelbo": Nelbo,
+    "on_policy": OnPolicy,
+    "positional": Positional,
+    "rkl": ReverseKL,
+    "tv": TotalVariation,
+    "vat": Vat,
+    **HEADS,
+}
 
 
 class Objective(Protocol):
@@ -75,10 +100,22 @@ class Mix:
             raise ValueError("no objective has a weight")
         return cls(tuple(terms))
 
+    def require(self, heads: Iterable[str]) -> None:
+        """Refuse a term without its head, and a head without a term: it would never learn.
+
+        Raises:
+            ValueError: says which.
+        """
+        terms = {name for name, _, _ in self.terms if name in HEADS}
+        if missing := sorted(terms - set(heads)):
+            raise ValueError(f"the objective {missing[0]!r} trains a head that adapter.heads does not name")
+        if idle := sorted(set(heads) - terms):
+            raise ValueError(f"the head {idle[0]!r} has no objective of its name that trains it")
+
     @property
-    def top_ks(self) -> set[int | None]:
-        """Divergences that have to be computed."""
-        return {t.top_k for _, _, t in self.terms if isinstance(t, ForwardKL)}
+    def on_policy(self) -> bool:
+        """Whether a term wants the verifier to judge the draft's own tokens."""
+        return any(isinstance(t, OnPolicy) for _, _, t in self.terms)
 
     def divisors(self, steps: Tensor, valid: Tensor) -> Tensor:
         """One per term, at least a tiny number. [terms]"""

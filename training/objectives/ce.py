@@ -8,29 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from selfspec.training.objectives.decay import Decayed
+from selfspec.training.objectives.slots import Slots
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Decayed):
     """Attributes:
     gamma: decay length in slots; None weighs all slots alike.
     """
 
-    gamma: float | None = 7.0
-
-    def total(self, slots) -> Tensor:
-        """sum of w_k CE_k"""
-        weights = decay(slots.steps, self.gamma) * slots.valid
-        return -(weights * torch.where(slots.valid, slots.logp, 0)).sum()
-
-    def divisor(self, steps: Tensor, valid: Tensor) -> Tensor:
-        """sum of w_k"""
-        return (decay(steps, self.gamma) * valid).sum()
-
-
-def decay(steps: Tensor, gamma: float | None) -> Tensor:
-    """w_k; a hidden bonus (k = 0) counts as the first draft does. [T] -> [T]"""
-    k = steps.clamp(min=1).float()
-    return torch.ones_like(k) if gamma is None else torch.exp(-(k - 1) / gamma)
+    def each(self, slots: Slots) -> Tensor:
+        """CE_k"""
+        return -slots.logp

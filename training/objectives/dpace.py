@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec.training.objectives.slots import Slots
+
 
 @dataclass(frozen=True)
 class DPace:
@@ -22,7 +24,7 @@ class DPace:
 
     smoothing: float = 0.5
 
-    def total(self, slots) -> Tensor:
+    def total(self, slots: Slots) -> Tensor:
         """sum of w_j CE_j"""
         weights = credit(slots.logp.detach(), slots.valid, self.smoothing)
         return -(weights * torch.where(slots.valid, slots.logp, 0)).sum()

@@ -9,27 +9,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from selfspec.training.objectives.ce import decay
+from selfspec.training.objectives.decay import Decayed
+from selfspec.training.objectives.slots import Slots, log_probs
 
 
 @dataclass(frozen=True)
-class ForwardKL:
+class ForwardKL(Decayed):
     """Attributes:
     gamma: decay length in slots; None weighs all slots alike.
     top_k: only the verifier's k most probable tokens, renormalised; None takes the whole vocabulary.
     """
 
-    gamma: float | None = 7.0
     top_k: int | None = None
 
-    def total(self, slots) -> Tensor:
-        """sum of w_k KL_k"""
-        weights = decay(slots.steps, self.gamma) * slots.valid
-        return (weights * torch.where(slots.valid, slots.kl[self.top_k], 0)).sum()
+    def each(self, slots: Slots) -> Tensor:
+        """KL(p_k || q_k)"""
+        return slots.read.measure(forward_kl, top_k=self.top_k)
 
-    def divisor(self, steps: Tensor, valid: Tensor) -> Tensor:
-        """sum of w_k"""
-        return (decay(steps, self.gamma) * valid).sum()
+
+def forward_kl(draft: Tensor, verifier: Tensor, top_k: int | None = None) -> Tensor:
+    """sum_v p(v) (log p(v) - log q(v)) by row. [M, V], [M, V] -> [M]"""
+    log_q = log_probs(draft)
+    if top_k is not None:
+        verifier, index = verifier.topk(min(top_k, verifier.shape[-1]), -1)
+        log_q = log_q.gather(-1, index)
+    log_p = log_probs(verifier)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)

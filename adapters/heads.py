@@ -1,0 +1,258 @@
+"""Heads on a mask path: small corrections of its drafts, and what it knows about their fate.
+
+A correction is a bias in hidden space, read through the frozen lm_head, so that no head is as large as a vocabulary:
+the Markov head's follows from the token chosen just before a slot (DSpark, arXiv 2607.05147), the calibrator's from the
+bonus token that a group drafted beside the verification had to do without (FlexDraft, arXiv 2605.20022). The confidence
+head gives the probability that a slot survives verification once the slots before it have (DSpark), the length head the
+probability of every accepted length (AdaFlash). All read the draft rows' hidden states after the final norm, start
+neutral, and know nothing of the slot's own token, so that planning by them keeps sampling lossless.
+
+Modules are `MaskPathModel.heads`; the functions below are what drafting code calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from selfspec.backbone import Backbone
+
+
+class Markov(nn.Module):
+    """`h_k + U V e(x_{k-1})`, of rank r.
+
+    Args:
+        d: width of the hidden states.
+        rank: r.
+        make: `device` and `dtype` of the parameters.
+    """
+
+    def __init__(self, d: int, rank: int, **make):
+        super().__init__()
+        self.down, self.up = _linear(d, rank, **make), _zeros(rank, d, **make)
+
+    def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """hidden [..., d], before [..., d] embeddings of the tokens before the slots. Returns [..., d]."""
+        return hidden + _apply(self.up, _apply(self.down, before.to(hidden.dtype)))
+
+
+class Calibrator(nn.Module):
+    """`h_j + U silu(V [e(bonus); h_j])`, r hidden units.
+
+    Args:
+        d: width of the hidden states.
+        rank: r.
+        make: `device` and `dtype` of the parameters.
+    """
+
+    def __init__(self, d: int, rank: int, **make):
+        super().__init__()
+        self.down, self.up = _linear(2 * d, rank, **make), _zeros(rank, d, **make)
+
+    def forward(self, hidden: Tensor, bonus: Tensor) -> Tensor:
+        """hidden [..., d], bonus [..., d] embedding of the group's bonus token. Returns [..., d]."""
+        both = torch.cat([bonus.to(hidden.dtype), hidden], -1)
+        return hidden + _apply(self.up, silu(_apply(self.down, both)))
+
+
+class Confidence(nn.Module):
+    """`u . silu(V h_k) + b_k`, the logit of a slot's survival.
+
+    Args:
+        d: width of the hidden states.
+        rank: hidden units.
+        block_size: B; drafts 1..B-1 have a bias each.
+        make: `device` and `dtype` of the parameters.
+    """
+
+    def __init__(self, d: int, rank: int, block_size: int, **make):
+        super().__init__()
+        self.down, self.up = _linear(d, rank, **make), _zeros(rank, 1, **make)
+        self.bias = nn.Parameter(torch.zeros(block_size, **make))
+
+    def forward(self, hidden: Tensor, steps: Tensor) -> Tensor:
+        """hidden [..., T, d], steps [T] long (how many tokens after the anchor). Returns logits [..., T]."""
+        raw = _apply(self.up, silu(_apply(self.down, hidden)))[..., 0]
+        return raw + self.bias.to(raw.dtype)[steps.clamp(0, len(self.bias) - 1)]
+
+
+class Length(nn.Module):
+    """Logits of the accepted lengths 0..B-1, `U mean_k silu(V h_k) + b`.
+
+    Args:
+        d: width of the hidden states.
+        rank: hidden units.
+        block_size: B.
+        make: `device` and `dtype` of the parameters.
+    """
+
+    def __init__(self, d: int, rank: int, block_size: int, **make):
+        super().__init__()
+        self.down, self.up = _linear(d, rank, **make), _zeros(rank, block_size, **make)
+        self.bias = nn.Parameter(torch.zeros(block_size, **make))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., T, d] of the drafts. Returns [..., B]."""
+        raw = _apply(self.up, silu(_apply(self.down, hidden)).mean(-2))
+        return raw + self.bias.to(raw.dtype)
+
+
+def build(names: tuple[str, ...], d: int, rank: int, block_size: int, **make) -> nn.ModuleDict:
+    """The heads of a path, by name.
+
+    Args:
+        names: of "calibrator", "confidence", "length", "markov".
+        d: width of the hidden states.
+        rank: hidden units of each.
+        block_size: B.
+        make: `device` and `dtype` of the parameters.
+    """
+    makers = {
+        "calibrator": lambda: Calibrator(d, rank, **make),
+        "confidence": lambda: Confidence(d, rank, block_size, **make),
+        "length": lambda: Length(d, rank, block_size, **make),
+        "markov": lambda: Markov(d, rank, **make),
+    }
+    return nn.ModuleDict({name: makers[name]() for name in names})
+
+
+# what drafting code calls; `heads` is `MaskPathModel.heads`, hidden states are those of the drafts alone
+
+
+def confidence(heads: nn.ModuleDict, hidden: Tensor) -> Tensor:
+    """Probability that each draft survives, given that those before it do; the running product is the run's.
+
+    Args:
+        heads: with "confidence".
+        hidden: [N, T, d] of drafts 1..T.
+
+    Returns:
+        [N, T] float32, between 0 and 1.
+    """
+    steps = torch.arange(1, hidden.shape[-2] + 1, device=hidden.device)
+    return heads["confidence"](hidden, steps).float().sigmoid()
+
+
+def lengths(heads: nn.ModuleDict, hidden: Tensor) -> Tensor:
+    """Probability of every accepted length.
+
+    Args:
+        heads: with "length".
+        hidden: [N, T, d] of drafts 1..T; T may be less than the trained block holds.
+
+    Returns:
+        [N, T + 1] float32, of 0..T accepted drafts; sums to 1.
+    """
+    t = hidden.shape[-2]
+    full = heads["length"](hidden).float().softmax(-1)
+    return torch.cat([full[..., :t], full[..., t:].sum(-1, keepdim=True)], -1)  # longer runs would be T
+
+
+def calibrated(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, bonus: Tensor) -> Tensor:
+    """A hidden group's drafts, corrected once its bonus is known.
+
+    Args:
+        heads: with "calibrator".
+        backbone: whose embeddings are read.
+        hidden: [N, T, d] of the chosen group's drafts.
+        bonus: [N] long.
+
+    Returns:
+        [N, T, d], for the lm_head.
+    """
+    return heads["calibrator"](hidden, backbone.embed(bonus)[:, None].expand_as(hidden))
+
+
+def conditioned(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, before: Tensor) -> Tensor:
+    """Logits of slots given the token chosen before each: for tree nodes, given each node's parent token.
+
+    Args:
+        heads: with "markov".
+        backbone: whose embeddings and head are read.
+        hidden: [..., d] of the slots.
+        before: [...] long.
+
+    Returns:
+        [..., V]
+    """
+    states = heads["markov"](hidden, backbone.embed(before))
+    return backbone.logits(states.reshape(1, -1, states.shape[-1])).view(*before.shape, -1)  # heads take [N, T, d]
+
+
+def walk(
+    heads: nn.ModuleDict,
+    backbone: Backbone,
+    hidden: Tensor,
+    anchor: Tensor,
+    choose: Callable[[Tensor, int], Tensor] | None = None,
+    banned: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose a block's tokens one after another, each with the bias of the one before it. No host reads.
+
+    Args:
+        heads: with "markov".
+        backbone: whose embeddings and head are read.
+        hidden: [N, T, d] of drafts 1..T.
+        anchor: [N] long, the token before draft 1.
+        choose: from [N, V] logits and the draft's index 0..T-1 to [N] tokens; None takes the most probable ones.
+        banned: a vocabulary id that is never chosen (the mask's).
+
+    Returns:
+        tokens [N, T] long, and the logits [N, T, V] that each was chosen from.
+    """
+    token, tokens, logits = anchor, [], []
+    for k in range(hidden.shape[1]):
+        scores = conditioned(heads, backbone, hidden[:, k], token)  # [N, V]
+        if banned is not None:
+            scores[..., banned] = float("-inf")
+        token = scores.argmax(-1) if choose is None else choose(scores, k)
+        tokens.append(token)
+        logits.append(scores)
+    return torch.stack(tokens, 1), torch.stack(logits, 1)
+
+
+def transitions(
+    heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, anchor: Tensor, candidates: Tensor, chunk: int = 512
+) -> Tensor:
+    """Log-probability of every candidate given every candidate of the slot before: path-conditioned tree scores.
+
+    Args:
+        heads: with "markov".
+        backbone: whose embeddings and head are read.
+        hidden: [N, T, d] of drafts 1..T.
+        anchor: [N] long, the token before draft 1.
+        candidates: [N, T, K] long.
+        chunk: rows of logits at a time.
+
+    Returns:
+        [N, T, K, K] float32; `[n, t, i, j]` is candidate j of slot t after candidate i of slot t - 1. In slot 0 all i
+        are the anchor.
+    """
+    n, t, k = candidates.shape
+    before = torch.cat([anchor[:, None, None].expand(n, 1, k), candidates[:, :-1]], 1)  # [N, T, K]
+    states = hidden[:, :, None].expand(-1, -1, k, -1).reshape(n * t * k, -1)
+    wanted = candidates[:, :, None].expand(-1, -1, k, -1).reshape(n * t * k, k)
+    parts = []
+    for h, b, c in zip(states.split(chunk), before.reshape(-1).split(chunk), wanted.split(chunk)):
+        log_q = conditioned(heads, backbone, h, b).float().log_softmax(-1)
+        parts.append(log_q.gather(-1, c))
+    return torch.cat(parts).view(n, t, k, k)
+
+
+def _linear(n_in: int, n_out: int, **make) -> nn.Linear:
+    return nn.Linear(n_in, n_out, bias=False, **make)
+
+
+def _zeros(n_in: int, n_out: int, **make) -> nn.Linear:
+    """The layer that a head ends in: zero, so that a new head changes nothing."""
+    layer = _linear(n_in, n_out, **make)
+    nn.init.zeros_(layer.weight)
+    return layer
+
+
+def _apply(layer: nn.Linear, x: Tensor) -> Tensor:
+    """In the rows' precision, whatever the head is kept in."""
+    return linear(x, layer.weight.to(x.dtype))

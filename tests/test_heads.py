@@ -1,0 +1,142 @@
+"""Heads: what they compute against plain loops, that they start neutral and are kept in the adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import LAYERS, PROMPT, model_of, path_of
+from torch.nn.functional import silu
+
+from selfspec import adapters, rows
+from selfspec.adapters import MaskPathConfig, MaskPathModel, heads, io
+from selfspec.backbone import Backbone
+from selfspec.cache import PrefixCache
+from selfspec.draft.block import draft_inputs
+
+ALL = ("calibrator", "confidence", "length", "markov")
+T = 4  # drafts
+
+
+def drafted(path: MaskPathModel) -> tuple[Backbone, torch.Tensor]:
+    """Hidden states of the drafts behind the prompt. [1, T, d]"""
+    body, cache = Backbone(model_of(), path), PrefixCache(LAYERS)
+    with torch.no_grad():
+        body(rows.chain(torch.tensor([0]), len(PROMPT)), cache, torch.tensor([PROMPT]))
+        cache.freeze()
+        inputs = draft_inputs(torch.tensor([PROMPT[-1]]), 1, T + 1, 1, torch.device("cpu"))
+        return body, body(rows.block(torch.tensor([len(PROMPT)]), T + 1), cache, draft=inputs).draft[:, 1:]
+
+
+@pytest.fixture
+def path() -> MaskPathModel:
+    return path_of(model_of(), 0.3, heads=ALL, head_rank=6)
+
+
+def test_new_heads_change_nothing() -> None:
+    path = MaskPathModel(model_of(), MaskPathConfig(block_size=T + 1, layouts=("known", "hidden"), heads=ALL))
+    body, hidden = drafted(path)
+    anchor = torch.tensor([PROMPT[-1]])
+    plain = body.logits(hidden)
+    tokens, logits = heads.walk(path.heads, body, hidden, anchor)
+    torch.testing.assert_close(logits, plain)
+    assert torch.equal(tokens, plain.argmax(-1))
+    assert torch.equal(heads.calibrated(path.heads, body, hidden, anchor), hidden)
+    assert torch.equal(heads.confidence(path.heads, hidden), torch.full((1, T), 0.5))
+    torch.testing.assert_close(heads.lengths(path.heads, hidden), torch.full((1, T + 1), 1 / (T + 1)))
+
+
+def test_a_markov_walk_conditions_each_draft_on_the_one_before(path: MaskPathModel) -> None:
+    body, hidden = drafted(path)
+    table, norm = model_of().get_input_embeddings().weight, model_of().lm_head.weight
+    up, down = path.heads["markov"].up.weight, path.heads["markov"].down.weight
+    token, want = PROMPT[-1], []
+    for k in range(T):
+        scores = norm @ (hidden[0, k] + up @ (down @ table[token]))
+        scores[3] = float("-inf")
+        token = int(scores.argmax())
+        want.append(token)
+    tokens, logits = heads.walk(path.heads, body, hidden, torch.tensor([PROMPT[-1]]), banned=3)
+    assert tokens[0].tolist() == want and not torch.equal(tokens, body.logits(hidden).argmax(-1))
+    assert (logits[..., 3] == float("-inf")).all() and torch.equal(logits.argmax(-1), tokens)
+    second, _ = heads.walk(path.heads, body, hidden, torch.tensor([5]), lambda scores, k: scores.topk(2).indices[:, 1])
+    assert second.shape == (1, T) and not torch.equal(second, tokens)
+
+
+def test_transitions_are_what_the_walk_would_see(path: MaskPathModel) -> None:
+    body, hidden = drafted(path)
+    candidates = torch.randint(24, (1, T, 3))
+    got = heads.transitions(path.heads, body, hidden, torch.tensor([7]), candidates, chunk=5)
+    assert got.shape == (1, T, 3, 3)
+    for t in range(T):
+        for i in range(3):
+            before = 7 if t == 0 else int(candidates[0, t - 1, i])
+            log_q = heads.conditioned(path.heads, body, hidden[0, t], torch.tensor(before)).float().log_softmax(-1)
+            torch.testing.assert_close(got[0, t, i], log_q[candidates[0, t]])
+
+
+def test_the_other_heads_are_their_formulas(path: MaskPathModel) -> None:
+    body, hidden = drafted(path)
+    bonus = 11
+    table, h = model_of().get_input_embeddings().weight, hidden[0]
+    c, d, n = (path.heads[name] for name in ("calibrator", "confidence", "length"))
+    for k in range(T):
+        want = h[k] + c.up.weight @ silu(c.down.weight @ torch.cat([table[bonus], h[k]]))
+        torch.testing.assert_close(heads.calibrated(path.heads, body, hidden, torch.tensor([bonus]))[0, k], want)
+        want = torch.sigmoid(d.up.weight[0] @ silu(d.down.weight @ h[k]) + d.bias[k + 1])
+        torch.testing.assert_close(heads.confidence(path.heads, hidden)[0, k], want.float())
+    for t in (T, 2):  # a block that is shorter than the trained one
+        pooled = torch.stack([silu(n.down.weight @ h[k]) for k in range(t)]).mean(0)
+        full = (n.up.weight @ pooled + n.bias).softmax(-1)
+        want = torch.cat([full[:t], full[t:].sum()[None]]).float()
+        torch.testing.assert_close(heads.lengths(path.heads, hidden[:, :t])[0], want)
+
+
+def test_heads_run_in_the_rows_precision(path: MaskPathModel) -> None:
+    _, hidden = drafted(path)
+    low = hidden.bfloat16()
+    assert path.heads["markov"](low, low).dtype == path.heads["calibrator"](low, low).dtype == torch.bfloat16
+    assert path.heads["length"](low).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tuning", ["lora", "copy"])
+def test_heads_are_kept_in_the_adapter(tuning: str, tmp_path) -> None:
+    path = path_of(model_of(), 0.3, heads=ALL, head_rank=6, tuning=tuning)
+    io.save(path, tmp_path, model_of(), dtype=torch.float64)
+    again = io.load(tmp_path, model_of())
+    assert again.config == path.config and set(again.heads) == set(ALL)
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in path.state_dict().items())
+
+
+def test_adapters_from_before_heads_load_as_they_were() -> None:
+    """The shipped configuration knows neither heads nor noise."""
+    files = sorted((Path(adapters.__file__).parent / "zoo").glob("*/selfspec.json"))
+    assert files
+    for file in files:
+        data = {k: v for k, v in json.loads(file.read_text()).items() if k not in ("format", "heads", "noise")}
+        data = {k: v for k, v in data.items() if k not in ("seed_row", "head_rank")}
+        config = MaskPathConfig.from_dict(data)
+        assert config.heads == () and config.noise == "mask" and not config.seed_row and config.rows(16) == 16
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(heads=("markow",)), "heads=.*subset"),
+        (dict(heads=("calibrator",)), "hidden"),
+        (dict(head_rank=0), "head_rank"),
+        (dict(noise="gaussian"), "noise="),
+        (dict(noise="uniform", layouts=("known", "hidden")), "noise="),
+        (dict(noise="masked", shift=True), "noise="),
+        (dict(prefix_splits=True, block_size=2), "block_size"),
+        (dict(seed_row=True), "seed_row"),
+        (dict(seed_row=True, shift=True, prefix_splits=True), "seed_row"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MaskPathConfig(**fields)
+    with pytest.raises(ValueError, match="style='dos'"):
+        MaskPathConfig.from_dict({"style": "dos"})
