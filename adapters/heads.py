@@ -182,6 +182,25 @@ def conditioned(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, before
     return backbone.logits(states.reshape(1, -1, states.shape[-1])).view(*before.shape, -1)  # heads take [N, T, d]
 
 
+def biases(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """The head's corrections of the drafts' plain logits, as `draft.trees.domino.DominoTree` asks for them.
+
+    Args:
+        heads: with "markov".
+        backbone: whose embeddings and head are read.
+        hidden: [N, T, d] of drafts 1..T.
+
+    Returns:
+        From parent tokens [N, W] long and the depth of their children, from 0, to [N, W, V].
+    """
+
+    def bias(tokens: Tensor, depth: int) -> Tensor:
+        states = hidden[:, depth, None].expand(-1, tokens.shape[1], -1)  # [N, W, d]
+        return conditioned(heads, backbone, states, tokens) - backbone.logits(hidden[:, depth, None])
+
+    return bias
+
+
 def walk(
     heads: nn.ModuleDict,
     backbone: Backbone,

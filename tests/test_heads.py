@@ -15,6 +15,7 @@ from selfspec.adapters import MaskPathConfig, MaskPathModel, heads, io
 from selfspec.backbone import Backbone
 from selfspec.cache import PrefixCache
 from selfspec.draft.block import draft_inputs
+from selfspec.draft.trees import domino
 
 ALL = ("calibrator", "confidence", "length", "markov")
 T = 4  # drafts
@@ -75,6 +76,22 @@ def test_transitions_are_what_the_walk_would_see(path: MaskPathModel) -> None:
             before = 7 if t == 0 else int(candidates[0, t - 1, i])
             log_q = heads.conditioned(path.heads, body, hidden[0, t], torch.tensor(before)).float().log_softmax(-1)
             torch.testing.assert_close(got[0, t, i], log_q[candidates[0, t]])
+
+
+def test_trees_are_conditioned_by_the_markov_head(path: MaskPathModel) -> None:
+    """A tree of one node a level is the walk; over all candidates, transitions and biases give the same tree."""
+    body, hidden = drafted(path)
+    anchor, logits = torch.tensor([PROMPT[-1]]), body.logits(hidden)
+    tokens, _ = heads.walk(path.heads, body, hidden, anchor)
+    tree = domino.DominoTree(heads.biases(path.heads, body, hidden), 20)(anchor, logits, 20)
+    by_parent = {(int(p), int(t)) for p, t in zip(tree.parents[0], tree.tokens[0])}
+    assert (0, int(tokens[0, 0])) in by_parent
+    everything = torch.arange(24).expand(1, T, 24)
+    table = heads.transitions(path.heads, body, hidden, anchor, everything)
+    again = domino.over_candidates(anchor, everything, table, 20)
+    assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
+    marginal = domino.DominoTree(lambda tokens, d: torch.zeros(1, tokens.shape[1], 24), 20)(anchor, logits, 20)
+    assert not torch.equal(marginal.tokens, tree.tokens)
 
 
 def test_the_other_heads_are_their_formulas(path: MaskPathModel) -> None:

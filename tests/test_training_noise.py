@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_training_anchors import documents
-from tiny import PROMPT, VOCAB, build, model_of
+from tiny import PROMPT, VOCAB, build, model_of, reference
 
+from selfspec import SelfSpecModel
 from selfspec.adapters import MaskPathConfig, MaskPathModel, io
 from selfspec.backbone import MASK, Backbone
 from selfspec.draft.block import noise as drawn_noise
@@ -153,6 +154,17 @@ def test_the_first_draft_behind_a_seed_row_is_the_base_models_own() -> None:
         kv.commit([9])
         got = propose(body, kv, torch.tensor(PROMPT[9:]), torch.tensor([9]), 5, path.config)
         torch.testing.assert_close(got[0, 0], model(torch.tensor([PROMPT])).logits[0, -1])
+
+
+@pytest.mark.parametrize("mode", ["sequential", "tree"])
+def test_text_behind_seed_rows_is_the_base_models(mode: str) -> None:
+    """Every round emits two tokens at least: the seed row's draft is always right."""
+    model = model_of()
+    decoder = SelfSpecModel(model, moved(model, UNO))
+    prompts = torch.tensor([PROMPT, PROMPT[::-1]])
+    out = decoder.generate(prompts, max_new_tokens=12, mode=mode)
+    assert out[:, 10:].tolist() == reference(model, prompts.tolist(), 12)
+    assert decoder.stats.tau >= 1.8
 
 
 def test_a_uno_adapter_is_the_lora_folder_that_serving_engines_read(tmp_path) -> None:

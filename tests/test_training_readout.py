@@ -10,10 +10,10 @@ from test_training_anchors import documents, tiny
 from test_training_trainer import answered, config
 from test_training_trainer import tiny as tiny_float32
 
-from selfspec import decode
 from selfspec.adapters import MaskPathConfig, MaskPathModel, heads
 from selfspec.backbone import Backbone
 from selfspec.draft.block import propose
+from selfspec.rows import chain
 from selfspec.training import anchors as anchoring
 from selfspec.training import noise
 from selfspec.training.anchors import IGNORE
@@ -133,7 +133,8 @@ def test_replay_starts_where_decoding_was_rejected(kind: str) -> None:
         own = (case.pack.segments[n] == case.pack.segments[n, slot]).nonzero()[:, 0]
         text, at = case.pack.tokens[n, own].tolist(), slot - int(own[0])
         cache = case.backbone.new_cache(1, 64, 64)
-        decode.prefill(case.backbone, cache, [text[:at]])
+        case.backbone(chain(torch.tensor([0]), at), cache, torch.tensor([text[:at]]))
+        cache.commit([at])
         anchor, start = torch.tensor([text[at]]), torch.tensor([at])
         guess = propose(case.backbone, cache, anchor, start, B, case.path.config)[0].argmax(-1).tolist()
         follows = text[at + 1 : at + B]

@@ -115,7 +115,7 @@ def propose(
     for _ in range(passes - 1):
         s = torch.maximum(s, prefix(confidence(logits)))
         inside = place < s[:, None]  # [N, T]
-        again = one_pass(backbone, cache, anchor, start, size, path, features, torch.where(inside, tokens, MASK))
+        again = one_pass(backbone, cache, anchor, start, size, path, features, known=torch.where(inside, tokens, MASK))
         logits = torch.where(inside[..., None], logits, again)
         tokens = choose(logits)
     return Looped(logits, tokens, s)
