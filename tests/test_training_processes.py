@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from test_training_trainer import answered, tiny
 
+from selfspec import cli
 from selfspec.adapters import io
 from selfspec.backbone import Backbone
 from selfspec.training.config import TrainConfig
@@ -51,6 +54,26 @@ def launch(out: Path, options: list[str], arguments: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
 
 
+def forked(arguments: list[str]) -> None:
+    """Two processes without a launcher, with what it would have set."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def work(rank: int) -> None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_FSDP="true")  # fmt: skip
+        sys.exit(cli.main(["train", *arguments]))
+
+    both = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, 0]
+
+
 def steps(out: Path) -> list[dict]:
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [r for r in records if r["event"] == "step"]
@@ -68,8 +91,10 @@ def one(data, tmp_path_factory) -> Trainer:
 
 @pytest.mark.parametrize("kind", ["whole", "split"])
 def test_two_processes_are_one(kind: str, data, one, tmp_path) -> None:
-    options = ["--multi_gpu"] if kind == "whole" else ["--use_fsdp", "--fsdp_version", "2"]
-    launch(tmp_path, options, fields(data, tmp_path, "rows=2"))
+    if kind == "whole":
+        launch(tmp_path, ["--multi_gpu"], fields(data, tmp_path, "rows=2"))
+    else:
+        forked(fields(data, tmp_path, "rows=2"))
     ours, want = steps(tmp_path), steps(one.out)
     assert [s["step"] for s in ours] == [s["step"] for s in want][-len(ours) :] and len(ours) == 2
     start = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
