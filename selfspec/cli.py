@@ -45,7 +45,7 @@ COMMANDS: dict[str, Command] = {
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.commands:answer"),
     "profile": Command("measure what forwards cost here, for the planner", "selfspec.commands:profile"),
     "explain": Command("show what the planner expects and chooses for a prompt", "selfspec.commands:explain"),
-    "train": Command("train an adapter on answers", "selfspec.training.trainer:main"),
+    "train": Command("train an adapter on answers", "selfspec.training.command:main"),
 }
 
 

@@ -14,6 +14,7 @@ from selfspec.backbone import Backbone
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
 from selfspec.stats import mean_tau, total
+from selfspec.training import schedule
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Answer
 from selfspec.training.evaluate import Batching, evaluate
@@ -55,6 +56,7 @@ def config(out, **fields) -> TrainConfig:
     base = dict(
         out=str(out), adapter={"block_size": 4, "mask_embedding": "per_slot"}, length=48, rows=2, anchors=8,
         max_steps=8, log_every=2, lr=3e-3, valid_docs=2, eval_every=0, save_every=0, dtype="float32",
+        fit=0.0, tensorboard=False,
     )  # fmt: skip
     return TrainConfig.from_dict(base | fields)
 
@@ -178,7 +180,7 @@ def test_the_schedule_follows_the_clock(tmp_path) -> None:
     rates = []
     for minute in range(11):
         trainer.elapsed = 60.0 * minute
-        rates.append(trainer.rate(trainer.progress))
+        rates.append(schedule.rate(trainer.config, trainer.progress))
     assert rates[1] == 1 and rates[0] > 0 and rates[10] == pytest.approx(0.02)
     assert all(a > b for a, b in itertools.pairwise(rates[1:]))
 
@@ -206,7 +208,7 @@ def test_command_line(tmp_path) -> None:
             f.write(json.dumps({"id": a.id, "prompt_ids": a.prompt, "answer_ids": a.answer}) + "\n")
     args = [f"model={tmp_path / 'model'}", f"data={tmp_path / 'answers.jsonl'}", f"out={tmp_path / 'out'}",
             f"eval.train={tmp_path / 'answers.jsonl'}", "adapter.block_size=4", "length=48", "rows=2", "anchors=8",
-            "max_steps=3", "log_every=1", "dtype=float32"]  # fmt: skip
+            "max_steps=3", "log_every=1", "dtype=float32", "fit=0.1"]  # fmt: skip
     assert tiny_chat.run("train", *args).exit_code == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["finished"] and report["eval"]["train"]["known"]["responses"] == 12

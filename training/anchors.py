@@ -62,9 +62,23 @@ def eligible(pack: Pack) -> Tensor:
 
 
 def sample(pack: Pack, n: int, random: torch.Generator) -> Tensor:
-    """n random anchors of every row, without repeats, in order of their slots; -1 pads. Drawn on the host. [N, n]"""
+    """n random anchors of every row (see `choose`), drawn on the host from a generator. [N, n]"""
+    return choose(pack, n, torch.rand(pack.tokens.shape, generator=random))
+
+
+def choose(pack: Pack, n: int, noise: Tensor) -> Tensor:
+    """The n eligible slots of every row with the greatest numbers, in order of their slots; -1 pads.
+
+    Args:
+        pack: the documents.
+        n: anchors of a row.
+        noise: [N, S] numbers that are not negative, a random one for every slot.
+
+    Returns:
+        [N, n] long, without repeats.
+    """
     able = eligible(pack)
-    noise = torch.rand(able.shape, generator=random).masked_fill(~able, -1)
+    noise = noise.masked_fill(~able, -1)
     n_able = min(n, able.shape[1])
     value, slot = noise.topk(n_able, 1)
     last = able.shape[1]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from selfspec.adapters import MaskPathModel, io
+from selfspec.training.world import like, whole
 
 FILE = "checkpoint.pt"
 
@@ -32,15 +36,50 @@ def load(folder: str | Path, device: torch.device) -> dict[str, Any] | None:
     return torch.load(file, map_location=device, weights_only=True) if file.exists() else None
 
 
-def save_adapter(path: MaskPathModel, folder: str | Path, model: PreTrainedModel) -> None:
+def weights(path: MaskPathModel, ema: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that is learned, whole, however it is split over processes; every process has to call this."""
+    return whole({"path": path.state_dict(), "ema": list(ema), "optimizer": optimizer.state_dict()})
+
+
+@torch.no_grad()
+def restore(
+    state: dict[str, Any], path: MaskPathModel, ema: Sequence[Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """Fill in what `weights` returned, split as it is here."""
+    own = path.state_dict()
+    if set(own) != set(state["path"]) or any(own[k].shape != v.shape for k, v in state["path"].items()):
+        raise ValueError("the checkpoint holds other weights than this adapter configuration has")
+    for name, value in own.items():
+        value.copy_(like(state["path"][name], value))
+    for mean, stored in zip(ema, state["ema"], strict=True):
+        mean.copy_(like(stored, mean))
+    scales = [g["scale"] for g in optimizer.param_groups]
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    moments = {
+        i: {k: like(v, params[i]) if v.shape == params[i].shape else v for k, v in values.items()}
+        for i, values in state["optimizer"]["state"].items()
+    }
+    optimizer.load_state_dict(state["optimizer"] | {"state": moments})
+    for group, scale in zip(optimizer.param_groups, scales, strict=True):
+        group["scale"] = scale
+
+
+def save_adapter(path: MaskPathModel, folder: str | Path, model: PreTrainedModel, write: bool = True) -> None:
     """Write the adapter as the decoder loads it.
 
     Args:
-        path: the mask path.
+        path: the mask path; where it is split over processes, every one of them has to call this.
         folder: made if missing.
         model: the base model.
+        write: this process writes; the others only help to gather.
     """
-    io.save(path, folder, model)
+    if any(isinstance(p, DTensor) for p in path.parameters()):
+        state = whole(path.state_dict())
+        if write:
+            path = MaskPathModel(model, path.config, next(iter(state.values())).dtype)
+            path.load_state_dict(state)
+    if write:
+        io.save(path, folder, model)
 
 
 def load_weights(path: MaskPathModel, source: str | Path, model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import types
@@ -29,9 +30,13 @@ class TrainConfig:
         init: an adapter folder to start from.
         objectives: `{name: weight}` or `{name: {"weight": w, option: value}}`.
         length: tokens of a packed row.
-        rows: packed rows of a step (of a micro-batch, when gradients are accumulated).
+        rows: packed rows of a forward, on each process.
         anchors: draft groups of a packed row.
-        accumulate: micro-batches of a step.
+        accumulate: forwards of a step.
+        fit: seconds of the dry run that chooses rows and anchors for the machine, starting from those above; 0 keeps
+            them.
+        groups: draft groups of a step, over all processes, that the dry run doesn't go beyond: a larger step is faster
+            by the group, but the budget then holds fewer of them.
         hidden_share: share of groups whose bonus is hidden, where the adapter is trained for both layouts.
         split_share: share of groups with known tokens in slots 1..s, where the adapter is trained for prefix splits.
         complement: give every anchor both views of one split instead, each charged where it is used (D-Loop).
@@ -51,12 +56,18 @@ class TrainConfig:
         seed: of everything random.
         attention: backend; "auto" is "flex" on CUDA and "sdpa" elsewhere.
         compile: compile layers and losses; None does so on CUDA.
+        compile_mode: of `torch.compile` ("default", "max-autotune-no-cudagraphs").
+        flex: options of FlexAttention's kernels, such as `{"BLOCK_M": 64, "BLOCK_N": 64}`.
+        graph: run forward and backward as one CUDA graph; shapes are fixed, and steps leave no gaps on the device.
+        prefetch: steps drawn ahead on a thread; 0 draws each when it is run.
+        shard: split the layers over the processes (FSDP); None does so under `accelerate launch --use_fsdp`.
         dtype: of the base model and the activations.
         device: "auto" is CUDA where there is one.
         log_every: steps between log records.
         eval_every: minutes between validations; 0 validates at the end only.
         save_every: minutes between checkpoints.
         resume: go on from the checkpoint in `out` if there is one.
+        tensorboard: write TensorBoard's events beside the log; None does so where it is installed.
         profile: steps to run under torch's profiler first; the table is written to `profile.txt`.
     """
 
@@ -73,6 +84,8 @@ class TrainConfig:
     rows: int = 12
     anchors: int = 128
     accumulate: int = 1
+    fit: float = 30.0
+    groups: int = 4096
     hidden_share: float = 0.5
     split_share: float = 0.25
     complement: bool = False
@@ -92,12 +105,18 @@ class TrainConfig:
     seed: int = 0
     attention: str = "auto"
     compile: bool | None = None
+    compile_mode: str = "default"
+    flex: dict[str, Any] = field(default_factory=dict)
+    graph: bool = False
+    prefetch: int = 2
+    shard: bool | None = None
     dtype: str = "bfloat16"
     device: str = "auto"
     log_every: int = 50
     eval_every: float = 2.0
     save_every: float = 4.0
     resume: bool = False
+    tensorboard: bool | None = None
     profile: int = 0
 
     def __post_init__(self) -> None:
@@ -133,15 +152,15 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def load(cls, file: str | Path | None = None, overrides: typing.Sequence[str] = ()) -> TrainConfig:
-        """From a YAML or JSON file and `key=value` overrides; `a.b=value` sets a field of a nested mapping.
+    def load(
+        cls, file: str | Path | None = None, overrides: typing.Sequence[str] = (), start: dict[str, Any] | None = None
+    ) -> TrainConfig:
+        """From a YAML or JSON file, or a start, and `key=value` overrides; `a.b=value` sets a field of a nested one.
 
         Raises:
             ValueError: a field that doesn't exist, or a value of the wrong type.
         """
-        data: dict[str, Any] = {}
-        if file is not None:
-            data = _parse_file(Path(file))
+        data = read_file(Path(file)) if file is not None else copy.deepcopy(start or {})
         defaults = cls()
         for item in overrides:
             key, eq, text = item.partition("=")
@@ -199,7 +218,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _parse_file(file: Path) -> dict[str, Any]:
+def read_file(file: Path) -> dict[str, Any]:
+    """A YAML or JSON file's mapping."""
     if file.suffix == ".json":
         return json.loads(file.read_text())
     import yaml

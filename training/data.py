@@ -54,3 +54,10 @@ def load_answers(paths: Iterable[str | Path] | str | Path, limit: int | None = N
                     raise ValueError(f"{file}, record {i + 1}: expected the fields prompt_ids and answer_ids") from None
                 out.append(Answer(str(row.get("id", len(out))), list(prompt), list(answer)))
     return out
+
+
+def hold_out(answers: list[Answer], n: int) -> tuple[list[Answer], list[Answer]]:
+    """Take n evenly spaced answers off the training data (half of them at most), for validation."""
+    every = max(2, len(answers) // max(1, n))
+    kept = [a for i, a in enumerate(answers) if i % every or i // every >= n]
+    return kept, answers[::every][:n]

@@ -3,6 +3,8 @@
 A group is drafted at every answer position at once, in forwards of the training kind. Replaying the rounds then needs
 no model: start at the answer's first token (the prefill emits it), accept the slots that match the answer up to the
 first miss, add the bonus, jump there. With greedy answers of the same model that is what decoding does, by the round.
+At T = 1 a slot is not right or wrong but accepted with a chance, the overlap of the two distributions there, and the
+rounds that an answer takes are an expectation (`selfspec.training.acceptance`), along the same given answers.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from selfspec.backbone import Backbone
 from selfspec.stats import Stats, mean_tau, total
 from selfspec.training import anchors as anchoring
 from selfspec.training import noise
+from selfspec.training.acceptance import expected_rounds, overlap
 from selfspec.training.data import Answer
 from selfspec.training.head import Head
 from selfspec.training.pack import Pack, Packer
@@ -59,8 +62,9 @@ def evaluate(
         block_size: B; None takes the path's own.
 
     Returns:
-        For each layout `{tau, mean_tau, rounds, tokens, responses, acceptance}`; `acceptance[k]` is the share of rounds
-        that take slot k + 1 among those that took every slot before it and had one to take.
+        For each layout `{tau, mean_tau, tau_t1, rounds, tokens, responses, acceptance}`; `acceptance[k]` is the share
+        of rounds that take slot k + 1 among those that took every slot before it and had one to take; `tau_t1` is
+        tokens per expected round at T = 1.
     """
     size = block_size or backbone.path.config.block_size  # type: ignore[union-attr]
     fitting = [a for a in answers if len(a) <= batching.length]
@@ -69,18 +73,24 @@ def evaluate(
         return out
     packer = Packer(fitting, batching.length, batching.rows)
     replays: dict[str, list[tuple[Stats, Tensor]]] = {layout: [] for layout in layouts}
+    expected = dict.fromkeys(layouts, 0.0)
     for plan in packer.in_order():
         pack = packer.pack(plan).to(backbone.device)
         cache, clean, taps = run_clean(backbone, pack)
-        matches = {}
+        matches, chances = {}, {}
         for layout in sorted({"known", *layouts}):
-            matches[layout] = _matches(backbone, head, pack, cache, clean, taps, batching.anchors, size, layout).cpu()
+            right, chance = _matches(backbone, head, pack, cache, clean, taps, batching.anchors, size, layout)
+            matches[layout], chances[layout] = right.cpu(), chance.cpu()
         segments, able = pack.segments.cpu(), anchoring.eligible(pack).cpu()
         for i, docs in enumerate(plan):
             for segment in range(len(docs)):
                 at = able[i] & (segments[i] == segment)
                 for layout in layouts:
-                    replays[layout].append(replay(matches[layout][i][at], matches["known"][i][at]))
+                    right = matches[layout][i][at]
+                    replays[layout].append(replay(right, matches["known"][i][at]))
+                    rows = [[c for c in row if c >= 0] for row in chances[layout][i][at].tolist()]
+                    start = [c for c in chances["known"][i][at][0].tolist() if c >= 0]
+                    expected[layout] += expected_rounds(rows, start)
     for layout, results in replays.items():
         stats = [s for s, _ in results]
         tries = torch.stack([t for _, t in results]).sum(0).tolist()
@@ -88,6 +98,7 @@ def evaluate(
         out[layout] = {
             "tau": whole.tau,
             "mean_tau": mean_tau(stats),
+            "tau_t1": whole.tokens / expected[layout],
             "rounds": whole.rounds,
             "tokens": whole.tokens,
             "responses": len(stats),
@@ -131,14 +142,16 @@ def _matches(
     n: int,
     size: int,
     layout: str,
-) -> Tensor:
-    """For a group at every slot of a pack, which of its drafts match: 1, 0, or -1 past the end. [N, S, B - 1]"""
+) -> tuple[Tensor, Tensor]:
+    """For a group at every slot of a pack, which of its drafts match, 1 or 0, and with what chance each is accepted at
+    T = 1; -1 past the end. [N, S, B - 1] long, [N, S, B - 1] float"""
     config = backbone.path.config  # type: ignore[union-attr]
     able = anchoring.eligible(pack)
     slots = torch.arange(able.shape[1], device=able.device).expand_as(able)
     order = torch.where(able, slots, able.shape[1]).sort(1).values  # eligible slots first
     order = order.masked_fill(order == able.shape[1], -1)
     out = torch.full((*able.shape, size - 1), -1, dtype=torch.int8, device=able.device)
+    chance = torch.full(out.shape, -1.0, device=able.device)
     steps = torch.arange(1, size, device=able.device)
     for start in range(0, int(able.sum(1).max()), n):
         chosen = order[:, start : start + n]
@@ -146,11 +159,27 @@ def _matches(
         hidden_bonus = torch.full_like(chosen, layout == "hidden", dtype=torch.bool)
         groups = anchoring.path_groups(config, pack, chosen, size, hidden_bonus)
         groups = noise.fill(groups, pack, config.noise, backbone.vocab_size, config.mask_id, None)
-        hidden = draft_states(backbone, groups, cache, clean, taps)
-        guess = head.argmax(hidden.flatten(0, 2), config.mask_id).view(*chosen.shape, size - 1)
+        drafts = draft_states(backbone, groups, cache, clean, taps).flatten(0, 2)
+        # the verifier's distribution of a slot's token stands on the clean row before it
+        before = (chosen.clamp(min=0)[:, :, None] + steps - 1).clamp(max=clean.shape[1] - 1).flatten(1)
+        target = clean.gather(1, before[:, :, None].expand(-1, -1, clean.shape[2])).flatten(0, 1)
+        guess, overlaps = (x.view(*chosen.shape, size - 1) for x in _compare(head, drafts, target, config.mask_id))
         labels = anchoring.following(pack, chosen, steps)
         match = torch.where(labels < 0, -1, (guess == labels).long()).to(torch.int8)
         real = chosen >= 0
         request = torch.arange(len(chosen), device=chosen.device)[:, None].expand_as(chosen)
         out[request[real], chosen[real]] = match[real]
-    return out.long()
+        chance[request[real], chosen[real]] = torch.where(labels < 0, -1.0, overlaps.float())[real]
+    return out.long(), chance
+
+
+def _compare(head: Head, drafts: Tensor, target: Tensor, banned: int | None) -> tuple[Tensor, Tensor]:
+    """The draft's best token of every row, and the two distributions' overlap. [M, d], [M, d] -> [M], [M]"""
+    guesses, overlaps = [], []
+    for d, t in zip(drafts.split(head.chunk), target.split(head.chunk), strict=True):
+        logits = head.logits(d)
+        if banned is not None:
+            logits[:, banned] = float("-inf")
+        guesses.append(logits.argmax(-1))
+        overlaps.append(overlap(head.logits(t), logits))
+    return torch.cat(guesses), torch.cat(overlaps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +106,7 @@ def draft_states(backbone: Backbone, drafted: Groups, cache: PrefixCache, clean:
     return hidden if config.shift else hidden[:, :, 1:]
 
 
-def compile_layers(backbone: Backbone, **options) -> None:
+def compile_layers(backbone: Backbone, kernel: dict[str, Any] | None = None, **options) -> None:
     """Let every layer run through one compiled function: compiled once, used by all layers.
 
     What would make the layers differ in the compiler's eyes is taken out: their index, the cache and the rule object
@@ -113,9 +114,10 @@ def compile_layers(backbone: Backbone, **options) -> None:
 
     Args:
         backbone: its layers are wrapped in place; the user's model isn't touched.
+        kernel: options of FlexAttention's kernels.
         options: of `torch.compile`.
     """
-    run = torch.compile(_layer_function(backbone.cache_name), dynamic=False, **options)
+    run = torch.compile(_layer_function(backbone.cache_name, kernel), dynamic=False, **options)
     for i, layer in enumerate(backbone.layers):
         backbone.layers[i] = _Compiled(layer, backbone.windows[i], run, backbone.cache_name)
 
@@ -159,8 +161,8 @@ class _Prefix:
 class _Rule:
     """The attention rule as one layer sees it while it is compiled: a mask that is already built."""
 
-    def __init__(self, mask, attention: Callable):
-        self._mask, self._attention = mask, attention
+    def __init__(self, mask, attention: Callable, kernel: dict[str, Any] | None):
+        self._mask, self._attention, self.kernel = mask, attention, kernel
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, *how) -> Tensor:
         return self._attention(query, key, value, self, *how)
@@ -172,12 +174,12 @@ class _Rule:
         return self._mask
 
 
-def _layer_function(cache_name: str) -> Callable:
+def _layer_function(cache_name: str, kernel: dict[str, Any] | None) -> Callable:
     def run(layer, x, mask, attention, position_ids, position_embeddings, keys, values):
         cache = _Prefix(keys, values)
         y = layer(
             x,
-            attention_mask=_Rule(mask, attention),
+            attention_mask=_Rule(mask, attention, kernel),
             position_ids=position_ids,
             position_embeddings=position_embeddings,
             use_cache=True,

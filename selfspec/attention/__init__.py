@@ -77,7 +77,10 @@ class AttentionRule:
 
     Attributes:
         window: stands in for the window that a layer asks for, where its model says so in the mask alone.
+        kernel: options of FlexAttention's kernels, or None.
     """
+
+    kernel: dict[str, Any] | None = None
 
     def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa", asked: list[int | None] | None = None):
         self.layout, self.n_keys, self.backend, self.asked = layout, n_keys, backend(name), asked

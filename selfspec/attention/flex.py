@@ -49,6 +49,7 @@ def attention(
         block_mask=rule.blocks(window),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        kernel_options=rule.kernel,
     )
     if sinks is None:
         return run(query, key, value, **kwargs)
