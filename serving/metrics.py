@@ -176,7 +176,7 @@ def serve(engine: Engine, port: int, address: str = "127.0.0.1") -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("--metrics-port needs prometheus_client: pip install 'selfspec[serve]'") from error
     registry = CollectorRegistry()
-    registry.register(Collector(engine))  # type: ignore[arg-type]
+    registry.register(Collector(engine))
     try:
         return start_http_server(port, address, registry)[0]
     except OSError as error:
