@@ -76,9 +76,7 @@ class FusedLayer(nn.Module):
         seen = attention_mask.run(q, keys, values, self.window, a.scaling, None, None)
         seen = seen.transpose(1, 2).reshape(*x.shape[:2], -1)  # [N, R, H * D]
         x = self._project(seen, (a.o_proj,), residual=x)
-        y = self._project(
-            x, (mlp.gate_proj, mlp.up_proj), norm=_norm(self.layer.post_attention_layernorm), swiglu=True
-        )
+        y = self._project(x, (mlp.gate_proj, mlp.up_proj), norm=_norm(self.layer.post_attention_layernorm), swiglu=True)
         return self._project(y, (mlp.down_proj,), residual=x)
 
     def _known(self, rule: AttentionRule) -> bool:
@@ -291,7 +289,9 @@ def _ends_differ(backbone: Backbone, tickets: Tensor) -> str | None:
     wanted = backbone.norm(x)
     ours = FusedNorm(backbone.norm)(x)
     return _off(wanted, ours, backbone.dtype) or _off(
-        head(wanted), FusedLinear(head, tickets)(wanted), backbone.dtype  # type: ignore[arg-type]
+        head(wanted),
+        FusedLinear(head, tickets)(wanted),
+        backbone.dtype,  # type: ignore[arg-type]
     )
 
 
@@ -308,8 +308,11 @@ def _off(wanted: Tensor, ours: Tensor, dtype: torch.dtype) -> str | None:
 
 def _is_norm(module: object) -> bool:
     weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 1 and getattr(module, "bias", None) is None and (
-        hasattr(module, "variance_epsilon") or hasattr(module, "eps")
+    return (
+        isinstance(weight, Tensor)
+        and weight.dim() == 1
+        and getattr(module, "bias", None) is None
+        and (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
     )
 
 

@@ -47,7 +47,9 @@ def line_of(job: Job, answer: Answer, model: str, created: int) -> bytes:
         return _dump(make(job, answer, model, created))
     except (TypeError, ValueError, RecursionError) as error:  # an extra field that JSON has no form for
         job.extras = {}
-        return _dump(make(job, Answer(error=f"line {job.line}: its fields cannot be written as JSON ({error})"), model, 0))
+        return _dump(
+            make(job, Answer(error=f"line {job.line}: its fields cannot be written as JSON ({error})"), model, 0)
+        )
 
 
 def _own(job: Job, answer: Answer, model: str, created: int) -> dict[str, Any]:

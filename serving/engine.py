@@ -8,7 +8,6 @@ lanes of other sizes.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import threading
 import time
@@ -83,6 +82,7 @@ class Engine:
             May be changed while requests run.
         verify: see `SelfSpecModel.generate`.
         patience: rounds that a request waits for memory before running ones make room.
+        reuse: take keys and values of a common prefix from a slot that holds it.
     """
 
     def __init__(
@@ -93,11 +93,12 @@ class Engine:
         memory: int | None = None,
         verify: str = "coupled",
         patience: int = PATIENCE,
+        reuse: bool = True,
     ):
         if slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
         self.backbone, self.plan, self.verify = model.backbone, plan or model.plan(), verify
-        self.slots, self.patience = slots, patience
+        self.slots, self.patience, self.reuse = slots, patience, reuse
         self.memory = free_memory(self.backbone) if memory is None else memory
         lengths = range(1, self.memory // position_bytes(self.backbone) + 1)
         reach = bisect_right(lengths, self.memory, key=lambda c: slot_bytes(self.backbone, self.plan, c))
@@ -115,6 +116,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._arrivals: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
+        self._late: list[Event] = []  # of requests that had ended when they were to be taken out
         self._stepping = threading.Lock()
         self._count, self._lacking = 0, 0  # tickets so far; the round since which a class lacks memory
         self._counting = threading.Lock()
@@ -174,6 +176,8 @@ class Engine:
             for lane in list(self.lanes.values()):
                 if lane.running:
                     events += self._round(lane)
+            late, self._late = self._late, []
+            events += late
             self.rounds += 1
             self.metrics.look(len(self.running), self.waiting, self.reserved)
             return events
@@ -266,40 +270,35 @@ class Engine:
     def _open(self, length: int, slots: int) -> None:
         while True:
             try:
-                lane = self.lanes[length] = Lane(self.backbone, self.plan, slots, length, self.verify)
+                lane = Lane(self.backbone, self.plan, slots, length, self.verify, self.reuse)
                 break
             except torch.OutOfMemoryError:  # another program took the memory meanwhile
                 if slots == 1:
                     raise
                 slots //= 2
+        self.lanes[length] = lane
         assert lane.nbytes <= slots * self.cost[length], "a session took more memory than was planned"
 
     def _close(self, lane: Lane) -> None:
         for request in list(lane.running):
             self._release(self.running[request])
-        del self.lanes[lane.capacity], lane.session  # its memory is free before another lane takes any
-
-    def _drop(self, lane: Lane) -> None:
-        """Close a lane whose round failed: its session may be in any state."""
-        for request in list(lane.running):
-            reason = request.finish_reason  # what was chosen one by one may have ended it before the failure
-            with contextlib.suppress(Exception):
-                lane.session.release(request)
-            request.finish_reason = reason
-            if reason is None:
-                ticket = self.running.pop(request)
-                ticket.lane = None
-                self._queue(ticket)
-        del self.lanes[lane.capacity], lane.session
+        lane.close()  # its memory is free before another lane takes any
+        del self.lanes[lane.capacity]
 
     def _release(self, ticket: Ticket) -> None:
         """Back into the queue, at its old place."""
         assert ticket.lane is not None
-        ticket.lane.release(ticket.request)
+        ticket.lane.leave(ticket.request)
+        if ticket.request.finish_reason is not None:
+            self._late.append(self._ended(ticket, ticket.request.finish_reason))
+            return
+        self._requeue(ticket)
+        self.metrics.preemptions += 1
+
+    def _requeue(self, ticket: Ticket) -> None:
         del self.running[ticket.request]
         ticket.lane = None
         self._queue(ticket)
-        self.metrics.preemptions += 1
 
     # ---- admission
 
@@ -333,7 +332,7 @@ class Engine:
         victim = max(holders, default=None)
         if victim is None or victim.priority >= ticket.priority or victim.alone:
             return None
-        lane = free or victim.lane
+        lane = free if free is not None else victim.lane
         self._release(victim)
         return lane
 
@@ -342,8 +341,7 @@ class Engine:
         heapq.heappop(self._queues[ticket.length])
         self._waiting[ticket.length] -= 1
         try:
-            lane.check(ticket.request)
-            lane.add([ticket.request])
+            lane.add(ticket.request)
         except ValueError as error:
             return [self._ended(ticket, "error", str(error))]
         ticket.lane, self.running[ticket.request] = lane, ticket
@@ -361,38 +359,48 @@ class Engine:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a request's own processor, most likely; the others go on
-            if len(tickets) == 1:
-                self._drop(lane)
-                return [self._end(tickets[0], "error", f"{type(error).__name__}: {error}")]
-            for ticket in tickets:
+            lane.close()
+            del self.lanes[lane.capacity]
+            unfinished = [t for t in tickets if t.request.finish_reason is None]
+            if len(tickets) == 1 and unfinished:
+                unfinished[0].request.finish_reason = "error"
+                return [self._ended(unfinished[0], "error", f"{type(error).__name__}: {error}")]
+            for ticket in unfinished:
                 ticket.alone = True
-            self._drop(lane)
+                self._requeue(ticket)
         return [event for t in tickets if (event := self._news(t)) is not None]
 
     def _news(self, ticket: Ticket) -> Event | None:
         """What a round did for a request."""
-        request, now = ticket.request, time.monotonic()
-        tokens = request.output[ticket.seen :]
+        if ticket.request.finish_reason is not None:
+            return self._ended(ticket, ticket.request.finish_reason)
+        tokens = self._fresh(ticket)
+        return Event(ticket, tokens) if tokens else None
+
+    def _fresh(self, ticket: Ticket) -> list[int]:
+        """Tokens that no event has told of."""
+        tokens = ticket.request.output[ticket.seen :]
         ticket.seen += len(tokens)
         if tokens and ticket.first is None:
-            ticket.first = now
-            self.metrics.first.add(now - ticket.arrived)
+            ticket.first = time.monotonic()
+            self.metrics.first.add(ticket.first - ticket.arrived)
         self.metrics.tokens += len(tokens)
-        if request.finish_reason is None:
-            return Event(ticket, tokens) if tokens else None
-        return self._ended(ticket, request.finish_reason, tokens=tokens)
+        return tokens
 
     def _end(self, ticket: Ticket, reason: str, error: str | None = None) -> Event:
         """End a request, wherever it is."""
+        request = ticket.request
         if ticket.lane is None:
             self._waiting[ticket.length] -= 1
-        elif ticket.request.finish_reason is None:
-            ticket.lane.cancel(ticket.request)
-        ticket.request.finish_reason = reason
-        return self._ended(ticket, reason, error)
+            request.finish_reason = reason
+        else:
+            ticket.lane.leave(request, end=True)
+            request.finish_reason = reason if request.finish_reason == "cancelled" else request.finish_reason
+        return self._ended(ticket, request.finish_reason or reason, error)
 
-    def _ended(self, ticket: Ticket, reason: str, error: str | None = None, tokens: list[int] | None = None) -> Event:
+    def _ended(self, ticket: Ticket, reason: str, error: str | None = None) -> Event:
         self.running.pop(ticket.request, None)
         ticket.lane, ticket.finish_reason, ticket.error = None, reason, error
+        tokens = self._fresh(ticket)
         self.metrics.ended(reason, ticket.request.stats, time.monotonic() - ticket.arrived)
-        return Event(ticket, tokens or [], reason, error)
+        return Event(ticket, tokens, reason, error)

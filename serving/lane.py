@@ -7,13 +7,15 @@ wastes at most three quarters of its slot, and a step runs few forwards, as few 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from selfspec.backbone import Backbone
+from selfspec.joining import CHUNK
 from selfspec.plan import Plan
-from selfspec.session import PREFILL_CHUNK, Request, Session, fitting
+from selfspec.session import Request, Session, fitting
 
 SHORTEST, STEP = 1024, 4  # capacity of the first class, and how much longer each next one is
 
@@ -27,59 +29,63 @@ class Lane:
         slots: requests at a time.
         capacity: positions a request.
         verify: see `Session`.
+        reuse: likewise.
     """
 
-    def __init__(self, backbone: Backbone, plan: Plan, slots: int, capacity: int, verify: str = "coupled"):
+    def __init__(
+        self, backbone: Backbone, plan: Plan, slots: int, capacity: int, verify: str = "coupled", reuse: bool = True
+    ):
         self.slots, self.capacity = slots, capacity
-        self.session = Session(backbone, plan, slots, capacity, verify)
+        self.session: Session | None = Session(backbone, plan, slots, capacity, verify, reuse=reuse)
         self.nbytes = self.session.cache.nbytes  # of its keys and values
         self.running: list[Request] = []
-        self._joining: list[Request] = []
+
+    @property
+    def open(self) -> Session:
+        """Its session."""
+        assert self.session is not None, "the lane is closed"
+        return self.session
 
     @property
     def free(self) -> int:
         """Slots that `add` may take."""
         return self.slots - len(self.running)
 
-    def check(self, request: Request) -> None:
-        """Raises ValueError for a request that cannot be served."""
-        self.session.check(request)
+    def add(self, request: Request) -> None:
+        """Give a request a slot; one that was released goes on where it was.
 
-    def add(self, requests: list[Request]) -> None:
-        """Take requests into free slots; one that was released goes on where it was."""
-        self._joining += requests
-        self.running += requests
+        Raises:
+            ValueError: it cannot be served.
+        """
+        self.open.add([request])
+        self.running.append(request)
 
     def step(self) -> None:
         """A prefill chunk and a round; requests hold what was emitted."""
-        joining, self._joining = self._joining, []
-        if joining:
-            self.session.add(joining)
-        if self.session.active:
-            self.session.step()
+        self.open.step()
         self.running = [r for r in self.running if r.finish_reason is None]
 
-    def cancel(self, request: Request) -> None:
-        """Drop a running request."""
-        self._leave(request, self.session.cancel)
+    def leave(self, request: Request, end: bool = False) -> None:
+        """Take a running request out. It may turn out to have ended, in a round whose outcome nobody had read yet.
 
-    def release(self, request: Request) -> None:
-        """Take a running request out without ending it."""
-        self._leave(request, self.session.release)
-
-    def _leave(self, request: Request, how: Callable[[Request], None]) -> None:
+        Args:
+            request: runs here.
+            end: for good.
+        """
         self.running.remove(request)
-        if request in self._joining:
-            self._joining.remove(request)
-        else:
-            how(request)
+        if request.slot is not None:
+            (self.open.cancel if end else self.open.release)(request)
+
+    def close(self) -> None:
+        """Give the memory back, whatever state the session is in."""
+        with contextlib.suppress(Exception):
+            self.open.clear()
+        self.running, self.session = [], None
 
 
 def slot_bytes(backbone: Backbone, plan: Plan, capacity: int) -> int:
     """Bytes of one slot of a session's cache: its positions, and the rows of a running forward behind them."""
-    nodes = plan.tree_nodes + 1 if plan.tree else plan.block_size
-    rows = nodes * (1 + plan.block_size) if plan.overlap else max(nodes, plan.block_size)
-    return position_bytes(backbone) * (capacity + max(rows, min(PREFILL_CHUNK, capacity)))
+    return position_bytes(backbone) * (capacity + max(plan.rows, min(CHUNK, capacity)))
 
 
 def position_bytes(backbone: Backbone) -> int:

@@ -308,7 +308,9 @@ class Output:
                 self.complete, self.counts = True, Counter(old["rows"])
                 return
         elif self.path.exists() and self.path.stat().st_size:
-            raise ValueError(f"{self.path} exists, and {self.manifest.name} does not say how it was made; overwrite it?")
+            raise ValueError(
+                f"{self.path} exists, and {self.manifest.name} does not say how it was made; overwrite it?"
+            )
         self._write_manifest({"complete": False})
         self._file = Appender(file, file.suffix == ".gz")
         self.done = {self._booked(r) for r in self._file.rows}

@@ -125,7 +125,9 @@ def _flat(messages: Any) -> Any:
     for m in messages:
         parts = m.get("content") if isinstance(m, dict) else None
         if isinstance(parts, list):
-            if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+            if not all(
+                isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
+            ):
                 raise ValueError("`content` may hold text parts only")
             m = {**m, "content": "".join(p["text"] for p in parts)}
         out.append(m)

@@ -33,9 +33,17 @@ def compile_only(run):
         kernel = run(self, *args, warmup=True, **kwargs)
         asm = kernel.asm["ptx"]
         # a static launch limit: more than this does not load on an H200
-        assert kernel.metadata.shared <= 227 * 1024, f"{self.__name__} needs {kernel.metadata.shared} bytes of shared memory"
+        assert kernel.metadata.shared <= 227 * 1024, (
+            f"{self.__name__} needs {kernel.metadata.shared} bytes of shared memory"
+        )
         wide = asm.count("ld.global.v4") + asm.count("ld.global.b128") + asm.count("cp.async.cg.shared.global")
-        print(self.__name__, f"shared {kernel.metadata.shared}", f"mma {asm.count('mma.sync')}+{asm.count('wgmma.mma')}", f"wide loads {wide}", flush=True)
+        print(
+            self.__name__,
+            f"shared {kernel.metadata.shared}",
+            f"mma {asm.count('mma.sync')}+{asm.count('wgmma.mma')}",
+            f"wide loads {wide}",
+            flush=True,
+        )
         return kernel
 
     return wrapped
