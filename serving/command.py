@@ -62,26 +62,18 @@ def batch(
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves through the output's exit, which saves
     try:
-        if ray is not None:
-            from selfspec.serving.ray import run_on_ray
+        how: dict[str, Any] = {"ordered": not unordered, "overwrite": overwrite, "chunk": chunk_rows, "quiet": quiet}
+        with refusing():
+            if ray is not None:
+                from selfspec.serving.ray import run_on_ray
 
-            if metrics_port is not None:
-                refuse("--metrics-port: Ray has a dashboard and metrics of its own")
-            with refusing():
-                counts = run_on_ray(
-                    asdict(where), source, target, settings,
-                    address=ray, gpus=gpus, actors=actors, ordered=not unordered, overwrite=overwrite,
-                    chunk=chunk_rows, quiet=quiet,
-                )  # fmt: skip
-        else:
-            if gpus is not None or actors is not None:
-                refuse("--gpus and --actors go with --ray")
-            with refusing():
-                model = load_model(where)
-                counts = run_batch(
-                    model, source, target, settings,
-                    ordered=not unordered, overwrite=overwrite, chunk=chunk_rows, metrics_port=metrics_port, quiet=quiet,
-                )  # fmt: skip
+                if metrics_port is not None:
+                    raise ValueError("--metrics-port: with --ray, use the cluster's own dashboard and metrics")
+                counts = run_on_ray(where, source, target, settings, address=ray, gpus=gpus, actors=actors, **how)
+            elif gpus is not None or actors is not None:
+                raise ValueError("--gpus and --actors go with --ray")
+            else:
+                counts = run_batch(load_model(where), source, target, settings, metrics_port=metrics_port, **how)
     except OutputError as error:
         refuse(str(error), 1)
     except RuntimeError as error:
@@ -97,7 +89,9 @@ def batch(
 
 def summary(counts: dict[str, Any], target: str) -> str:
     """A run in a line or two, for a person."""
-    rows = f"{counts['rows']:,} rows in {target}: {counts['errors']:,} errors, {counts['completion_tokens']:,} tokens"
+    rows = f"{counts['rows']:,} rows in {target}"
+    if "errors" in counts:  # Ray's part files are not looked into
+        rows += f": {counts['errors']:,} errors, {counts['completion_tokens']:,} tokens"
     if counts["resumed"]:
         rows += f"; {counts['resumed']:,} were there before"
     e = counts["engine"]

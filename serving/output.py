@@ -19,7 +19,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -368,21 +368,26 @@ def _id(row: dict[str, Any]) -> str | int:
     return row["custom_id"] if "custom_id" in row else row["id"]
 
 
-def _as_parquet(rows: Path, to: Path) -> None:
-    """A column for every field; one that holds values of several kinds becomes JSON text."""
+def table_of(lines: Iterable[bytes]) -> Any:
+    """Rows as an Arrow table: a column for every field; one that holds values of several kinds becomes JSON text."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    with rows.open("rb") as file:
-        found = [json.loads(line) for line in file]
+    found = [json.loads(line) for line in lines]
     columns = {}
-    for name in dict.fromkeys(k for row in found for k in row):
+    for name in dict.fromkeys(k for row in found for k in row) or {"id": None}:
         values = [row.get(name) for row in found]
         try:
             columns[name] = pa.array(values)
         except (pa.ArrowException, OverflowError):
             columns[name] = pa.array([None if v is None else json.dumps(v, ensure_ascii=False) for v in values])
-    pq.write_table(pa.table(columns), to, compression="zstd")
+    return pa.table(columns)
+
+
+def _as_parquet(rows: Path, to: Path) -> None:
+    import pyarrow.parquet as pq
+
+    with rows.open("rb") as file:
+        pq.write_table(table_of(file), to, compression="zstd")
 
 
 def replace(path: Path, write: Callable[[Path], Any]) -> None:
