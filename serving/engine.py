@@ -332,9 +332,9 @@ class Engine:
         victim = max(holders, default=None)
         if victim is None or victim.priority >= ticket.priority or victim.alone:
             return None
-        lane = free if free is not None else victim.lane
+        room = free if free is not None else victim.lane
         self._release(victim)
-        return lane
+        return room
 
     def _start(self, ticket: Ticket, lane: Lane) -> list[Event]:
         """Give a waiting request its slot."""

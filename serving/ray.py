@@ -137,6 +137,9 @@ def run_on_ray(
     actors = actors or have
     if not actors:
         raise ValueError(f"the cluster has no GPU for an actor of {gpus:g}; pass --device cpu, or less --gpus")
+    cores = int(ray.cluster_resources().get("CPU", 0))
+    if actors >= cores:
+        raise ValueError(f"{actors} actors on {cores} CPU cores leave none to read the rows: lower --actors")
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = ordered
@@ -147,13 +150,12 @@ def run_on_ray(
             ray.data.read_datasource(Rows(source, done))
             .repartition(target_num_rows_per_block=rows)
             .map_batches(
-                Predictor,  # type: ignore[arg-type]
+                Predictor,
                 fn_constructor_args=(where, settings, created),
                 batch_size=rows,
                 compute=ActorPoolStrategy(size=actors),
+                num_cpus=1,
                 num_gpus=gpus or None,
-                max_restarts=-1,
-                max_task_retries=-1,
             )
         )
 

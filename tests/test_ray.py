@@ -26,8 +26,8 @@ SETTINGS = BatchOptions({"max_new_tokens": 24}, slots=4)
 def cluster():
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    nodes.add_node(num_cpus=1)
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes.add_node(num_cpus=2)
     ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
     yield nodes
     ray.shutdown()
@@ -78,6 +78,16 @@ def test_a_cluster_gives_the_output_of_one_process_though_an_actor_dies(cluster,
     assert target.read_bytes() == (folder / "one.jsonl").read_bytes()
     before = json.loads((folder / "many.jsonl.manifest.json").read_text())["settings"]
     assert before == json.loads((folder / "one.jsonl.manifest.json").read_text())["settings"]
+
+
+def test_a_cluster_that_is_too_small_is_refused_and_not_waited_for(cluster, files):
+    from selfspec.serving.ray import run_on_ray
+
+    folder, where, source = files
+    with pytest.raises(ValueError, match="4 actors on 4 CPU cores"):
+        run_on_ray(where, source, str(folder / "none.jsonl"), SETTINGS, actors=4)
+    with pytest.raises(ValueError, match="no GPU for an actor"):
+        run_on_ray(where, source, str(folder / "none.jsonl"), SETTINGS, gpus=1)
 
 
 def test_a_scheme_makes_part_files_with_the_same_rows(cluster, files):
