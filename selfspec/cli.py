@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("see self-speculation at work, measured and proved", "selfspec.commands:demo"),
     "info": Command("what is installed, and whether a model and an adapter fit", "selfspec.commands:info"),
     "check": Command("prove that answers are the model's own, token for token", "selfspec.commands:check"),
+    "batch": Command("answer a file of prompts", "selfspec.serving.command:batch"),
     "bench": Command("measure tau, time per token and speed-ups", "selfspec.commands:bench"),
     "report": Command("draw the figures of bench runs on one page", "selfspec.commands:report"),
     "answer": Command("let a model answer prompts, to train on its answers", "selfspec.commands:answer"),
@@ -49,19 +51,30 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+ADDRESS = re.compile(r"auto|local|ray://.+|[\w.-]+:\d+")  # what an option takes that may stand without a value
+
+
 class Subcommand(TyperCommand):
-    """A command whose list options take several values at once: `--prompts A B` for `--prompts A --prompts B`."""
+    """A command whose list options take several values at once: `--prompts A B` for `--prompts A --prompts B`.
+
+    An option whose metavar is `[ADDRESS]` may stand without a value, which is `auto` then.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeats the option before each further value; no command has both such an option and arguments."""
-        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        """Repeats the option before each further value, but not where a command takes arguments too."""
+        arguments = any(p.param_type_name == "argument" for p in self.params)
+        lists = {name for p in self.params if getattr(p, "multiple", False) and not arguments for name in p.opts}
+        bare = {name for p in self.params if getattr(p, "metavar", None) == "[ADDRESS]" for name in p.opts}
         spread: list[str] = []
         option = ""
         for arg in args:
+            if spread and spread[-1] in bare and not ADDRESS.fullmatch(arg):
+                spread.append("auto")
             if option and not arg.startswith("-") and spread[-1] != option:
                 spread.append(option)
             option = (arg if arg in lists else "") if arg.startswith("-") else option
             spread.append(arg)
+        spread += ["auto"] if spread and spread[-1] in bare else []
         return super().parse_args(ctx, spread)
 
 

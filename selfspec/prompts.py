@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from selfspec.suite import SUITE
 
@@ -71,7 +72,7 @@ def read(paths: str | Path | Iterable[str | Path], limit: int | None = None) -> 
         for index, (where, row) in enumerate(_rows(path)):
             if limit is not None and len(found) >= limit:
                 break
-            prompt = _prompt(row, f"{_stem(path)}/{index}", where)
+            prompt = prompt_of(row, f"{_stem(path)}/{index}", where)
             if found.setdefault(prompt.id, prompt) != prompt:
                 raise PromptError(f"{where}: another prompt already has the id {prompt.id!r}")
         if index < 0:
@@ -130,23 +131,46 @@ def _stem(path: Path) -> str:
     return next((name.removesuffix(s) for s in (".jsonl", ".parquet", ".txt") if name.endswith(s)), name)
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """Where each row stands, for errors, and the row."""
+def numbered(path: str | Path, stream: BinaryIO | None = None) -> Iterator[tuple[int, Row | PromptError]]:
+    """Rows and their line numbers, from 1 (in parquet, row numbers). A line that is no row comes as what is wrong.
+
+    Blank lines are left out, a byte order mark too.
+
+    Args:
+        path: what the file is called: `.parquet`, `.txt` (a prompt a line), anything else JSON Lines; `.gz` is gzipped.
+        stream: where to read it from, if not there; not gzipped whatever the name.
+
+    Raises:
+        PromptError: the file as a whole cannot be read, from here on.
+        ModuleNotFoundError: a parquet file, and pyarrow is not installed.
+    """
+    path = Path(path)
+    if path.suffix == ".parquet":
+        yield from _parquet(path, stream)
+        return
+    plain = path.name.removesuffix(".gz").endswith(".txt")
     try:
-        if path.suffix == ".parquet":
-            yield from _parquet(path)
-            return
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        with stream or (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as lines:
             for number, line in enumerate(lines, 1):
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise PromptError(f"{path} is UTF-16 text: expected UTF-8")
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    where = f"{path}, line {number}"
-                    plain = path.name.removesuffix(".gz").endswith(".txt")
-                    yield where, {"prompt": line.rstrip("\r\n")} if plain else _object(line, where)
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+                    yield number, _row(line, f"{path}, line {number}", plain)
+    except (OSError, EOFError, zlib.error) as error:
         raise PromptError(f"{path} cannot be read as {'gzipped ' * (path.suffix == '.gz')}text: {error}") from error
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
+def _rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Where each row stands, for errors, and the row."""
+    kind = "row" if path.suffix == ".parquet" else "line"
+    for number, row in numbered(path):
+        if isinstance(row, PromptError):
+            raise row
+        yield f"{path}, {kind} {number}", row
+
+
+def _parquet(path: Path, stream: BinaryIO | None) -> Iterator[tuple[int, Row]]:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -154,27 +178,41 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
         raise ModuleNotFoundError(f"reading {path} needs pyarrow: pip install 'selfspec[train]'") from error
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(stream or path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
-    except pa.ArrowException as error:
+                    yield number, row
+    except (pa.ArrowException, OSError) as error:
         raise PromptError(f"{path} cannot be read as parquet: {error}") from error
 
 
-def _object(line: str, where: str) -> Row:
+def _row(line: bytes, where: str, plain: bool) -> Row | PromptError:
+    """One line's row, or what is wrong with it."""
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise PromptError(f"{where}: not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise PromptError(f"{where}: expected an object, found {line[:40]!r}")
-    return row
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return PromptError(f"{where}: not UTF-8 text ({error})")
+    if plain:
+        return {"prompt": text.rstrip("\r\n")}
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return PromptError(f"{where}: not JSON ({error})")
+    return row if isinstance(row, dict) else PromptError(f"{where}: expected an object, found {text[:40]!r}")
 
 
-def _prompt(row: Row, default_id: str, where: str) -> Prompt:
-    """One row of a prompt file. `turns` goes before `prompt`: data sets that have both repeat the first turn there."""
+def prompt_of(row: Row, default_id: str, where: str) -> Prompt:
+    """One row of a prompt file. `turns` goes before `prompt`: data sets that have both repeat the first turn there.
+
+    Args:
+        row: as read.
+        default_id: where it has none.
+        where: it stands, for errors.
+
+    Raises:
+        PromptError: it is of another form.
+    """
     id = str(default_id if row.get("id") is None else row["id"])
     if row.get("messages") and not row.get("turns"):
         return Prompt(id, _messages(row["messages"], where))

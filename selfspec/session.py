@@ -296,11 +296,11 @@ class Session:
         flight = self._flights.popleft()
         if flight.arrived is not None:
             flight.arrived.synchronize()
-        running = [r for r in flight.requests if r is not None and r.finish_reason is None]
+        # who has left since; one whose tokens are chosen one by one may have ended already, and still has to leave
+        running = [r for r in flight.requests if r is not None and r.slot is not None]
         for r, (count, *tokens, ready) in zip(flight.requests, flight.result.tolist(), strict=True):
-            if r is None or r.finish_reason is not None:
+            if r is None or r.slot is None:
                 continue
-            assert r.slot is not None
             self.cache.commit([count], r.slot)
             kept = r.take(tokens[:count])
             r.stats.count(len(kept))

@@ -77,6 +77,7 @@ class Progress:
     def __init__(self, total: int, done: int = 0, quiet: bool = False):
         self.total, self.done, self.quiet = total, done, quiet
         self.answered = self.tokens = 0  # in this run
+        self.note = ""  # what else is worth showing
         self.console = console(stderr=True)
         self.every = 0.2 if self.console.is_terminal else 20.0  # seconds between two views
         self.began = self.shown = time.monotonic()
@@ -112,7 +113,7 @@ class Progress:
         """Show how far it is."""
         self.shown = time.monotonic()
         seconds = max(self.shown - self.began, 1e-9)
-        rate = f"{self.tokens / seconds:,.0f} tokens/s"
+        rate = f"{self.tokens / seconds:,.0f} tokens/s" + f", {self.note}" * bool(self.note)
         if self.bar is not None:
             self.bar.update(self.task, total=self.total, completed=self.done, rate=rate, refresh=True)
         else:

@@ -1,0 +1,141 @@
+"""Lanes: sessions by length class, and how the memory budget is divided among them.
+
+A session's slots all have one capacity, so one session for every length would give each short prompt the memory of the
+longest. A lane is a session for the requests of one class, each class four times as long as the one before: a request
+wastes at most three quarters of its slot, and a step runs few forwards, as few lanes exist at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from selfspec.backbone import Backbone
+from selfspec.joining import CHUNK
+from selfspec.plan import Plan
+from selfspec.session import Request, Session, fitting
+
+SHORTEST, STEP = 1024, 4  # capacity of the first class, and how much longer each next one is
+
+
+class Lane:
+    """A session for requests of up to `capacity` positions; all that the engine asks of a session goes through here.
+
+    Args:
+        backbone: the model.
+        plan: what rounds do.
+        slots: requests at a time.
+        capacity: positions a request.
+        verify: see `Session`.
+        reuse: likewise.
+    """
+
+    def __init__(
+        self, backbone: Backbone, plan: Plan, slots: int, capacity: int, verify: str = "coupled", reuse: bool = True
+    ):
+        self.slots, self.capacity = slots, capacity
+        self.session: Session | None = Session(backbone, plan, slots, capacity, verify, reuse=reuse)
+        self.nbytes = self.session.cache.nbytes  # of its keys and values
+        self.running: list[Request] = []
+
+    @property
+    def open(self) -> Session:
+        """Its session."""
+        assert self.session is not None, "the lane is closed"
+        return self.session
+
+    @property
+    def free(self) -> int:
+        """Slots that `add` may take."""
+        return self.slots - len(self.running)
+
+    def add(self, request: Request) -> None:
+        """Give a request a slot; one that was released goes on where it was.
+
+        Raises:
+            ValueError: it cannot be served.
+        """
+        self.open.add([request])
+        self.running.append(request)
+
+    def step(self) -> None:
+        """A prefill chunk and a round; requests hold what was emitted."""
+        self.open.step()
+        self.running = [r for r in self.running if r.finish_reason is None]
+
+    def leave(self, request: Request, end: bool = False) -> None:
+        """Take a running request out. It may turn out to have ended, in a round whose outcome nobody had read yet.
+
+        Args:
+            request: runs here.
+            end: for good.
+        """
+        self.running.remove(request)
+        if request.slot is not None:
+            (self.open.cancel if end else self.open.release)(request)
+
+    def close(self) -> None:
+        """Give the memory back, whatever state the session is in."""
+        with contextlib.suppress(Exception):
+            self.open.clear()
+        self.running, self.session = [], None
+
+
+def slot_bytes(backbone: Backbone, plan: Plan, capacity: int) -> int:
+    """Bytes of one slot of a session's cache: its positions, and the rows of a running forward behind them."""
+    return position_bytes(backbone) * (capacity + max(plan.rows, min(CHUNK, capacity)))
+
+
+def position_bytes(backbone: Backbone) -> int:
+    """Bytes of one position's keys and values in all layers."""
+    size = torch.empty(0, dtype=backbone.dtype).element_size()
+    return size * sum(h * (d + dv) for h, d, dv in backbone.kv_shapes)
+
+
+def free_memory(backbone: Backbone) -> int:
+    """The budget that an engine takes by default: a share of the device's free memory."""
+    return fitting(backbone, 1) * position_bytes(backbone)
+
+
+def classes(longest: int | None) -> list[int]:
+    """Capacities of the lanes, up to the model's longest text."""
+    out, longest = [SHORTEST], longest or 1 << 20
+    while out[-1] < longest:
+        out.append(out[-1] * STEP)
+    return [*out[:-1], min(out[-1], longest)]
+
+
+def allot(demand: Mapping[int, int], cost: Mapping[int, int], budget: int, most: int, order: Sequence[int]) -> dict:
+    """Slots for every class.
+
+    Each class with demand gets a slot, in `order` as far as the budget goes; then the class that is worst supplied gets
+    the next one, until all demand is met. What is left stays in reserve, but for a half of it: with that the lanes grow
+    beyond today's demand, so that they need not be made anew as soon as another request comes.
+
+    Args:
+        demand: class -> requests that wait or run.
+        cost: class -> bytes a slot.
+        budget: bytes.
+        most: slots of a lane, and all that demand can take together.
+        order: classes, the one that must not wait first.
+
+    Returns:
+        class -> slots, at least 1; a class that got none is not there.
+    """
+    slots: dict[int, int] = {}
+    for c in order:
+        if demand.get(c) and cost[c] <= budget and sum(slots.values()) < most:
+            slots[c], budget = 1, budget - cost[c]
+    for spare in (False, True):
+        budget = budget // 2 if spare else budget
+        open_ = dict(slots)
+        while open_:
+            c = min(open_, key=lambda c: (slots[c] / demand[c], cost[c]))
+            full = slots[c] >= (most if spare else demand[c]) or (not spare and sum(slots.values()) >= most)
+            if full or cost[c] > budget:
+                del open_[c]
+            else:
+                slots[c], budget = slots[c] + 1, budget - cost[c]
+    return slots

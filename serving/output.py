@@ -1,0 +1,403 @@
+"""An output file that survives being killed: every row is there once, whole, and never changes.
+
+Rows are appended in chunks, one write and one fsync each. A chunk that was cut short is cut off when the file is opened
+again: a half line in JSON Lines, a half member in gzip (each chunk is a member of its own). Where the input's order is
+kept, a row that has to wait for earlier ones goes into a second file, OUT.waiting, and from there into OUT once they
+are done; whatever both files hold counts once, as OUT has it. Parquet cannot be appended to: rows are collected in
+OUT.rows.jsonl and written at the end, in one step. OUT.manifest.json says with which settings the rows were made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib.util
+import json
+import mmap
+import os
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+VERSION = 1
+READ = 1 << 20
+MEMBER = gzip.compress(b"", 6, mtime=0)[:10]  # how each of our gzip members begins
+SLACK = 1 << 20  # bytes of rows that the file of waiting rows may hold in vain
+
+
+class OutputError(RuntimeError):
+    """The output cannot be written; what was written before is safe."""
+
+
+class Appender:
+    """A file of lines that only grows. `rows` are those that were there; what follows the last whole one is cut off.
+
+    Args:
+        path: made if it is not there.
+        zipped: gzip members, one a chunk.
+    """
+
+    def __init__(self, path: Path, zipped: bool = False):
+        self.path, self.zipped = path, zipped
+        self.rows: list[bytes] = []
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.size = self._recover()
+            os.ftruncate(self._file, self.size)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, rows: list[bytes]) -> None:
+        """Add rows: all of them, or none.
+
+        Raises:
+            OutputError: the disk is full, or fails; the file is as it was.
+        """
+        if not rows:
+            return
+        data = b"".join(rows)
+        data = gzip.compress(data, 6, mtime=0) if self.zipped else data
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._file, data[done:], self.size + done)
+            os.fsync(self._file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self.size)
+            raise OutputError(
+                f"{self.path} cannot be written: {error.strerror or error}. What was finished is safe there; "
+                "make room and run the same command again"
+            ) from error
+        self.size += len(data)
+
+    def rewrite(self, rows: list[bytes]) -> None:
+        """Hold these rows instead, in one step."""
+        replace(self.path, lambda to: to.write_bytes(b"".join(rows)))
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_RDWR)
+        self.size = sum(map(len, rows))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _recover(self) -> int:
+        """Read what is there. Returns the bytes that are whole."""
+        good, bad = 0, None
+        for chunk, end in self._members() if self.zipped else self._lines():
+            rows = chunk.splitlines(keepends=True)
+            if not all(_whole(r) for r in rows):
+                bad = bad or f"before byte {end}"
+                continue
+            if bad is not None:
+                raise ValueError(f"{self.path} is damaged {bad}: its rows cannot be told; move it away or overwrite it")
+            self.rows += rows
+            good = end
+        return good
+
+    def _lines(self) -> Iterator[tuple[bytes, int]]:
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            end = 0
+            for line in file:
+                end += len(line)
+                yield line, end
+
+    def _members(self) -> Iterator[tuple[bytes, int]]:
+        """Whole gzip members and where each ends.
+
+        What follows the last whole one is left out: a member that was cut short, perhaps with zeros behind it, as a
+        crash of the machine can leave them. A member in the middle cannot be damaged by that, so it is an error.
+        """
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+            end = 0
+            while end < len(data):
+                member = zlib.decompressobj(31)
+                out, at = [], end
+                try:
+                    while not member.eof and at < len(data):
+                        out.append(member.decompress(data[at : at + READ]))
+                        at += READ
+                except zlib.error as error:
+                    if data.find(MEMBER, end + 1) < 0:
+                        return
+                    raise ValueError(f"{self.path} is damaged after byte {end} ({error})") from error
+                if not member.eof:
+                    return
+                end = min(at, len(data)) - len(member.unused_data)
+                yield b"".join(out), end
+
+
+def _whole(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+class Output:
+    """Where a run's rows go. Use as a context manager; leaving it, however that happens, writes what is finished.
+
+    Args:
+        path: `.jsonl`, `.jsonl.gz`, `.parquet`, or "-" for stdout, which cannot be resumed.
+        settings: what the rows depend on; rows made with others are never mixed in.
+        ordered: rows come in the order of the input.
+        overwrite: begin anew whatever is there.
+        chunk: rows a write.
+        seconds: between two writes, at most.
+
+    Attributes:
+        done: ids of the rows that are there.
+        complete: an earlier run has written all of them.
+        counts: rows, errors among them, and tokens.
+        created: when the run was first started, in seconds since 1970.
+
+    Raises:
+        ValueError: what is there was made with other settings, or by something else.
+        RuntimeError: another process is writing there.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        settings: dict[str, Any],
+        ordered: bool = True,
+        overwrite: bool = False,
+        chunk: int = 64,
+        seconds: float = 1.0,
+    ):
+        self.path, self.ordered, self.chunk, self.seconds = Path(path), ordered, chunk, seconds
+        self.settings = json.loads(json.dumps(settings))
+        self.created, self.done = int(time.time()), set[str | int]()
+        self.complete = False
+        self.counts: Counter[str] = Counter(dict.fromkeys(("rows", "errors", "prompt_tokens", "completion_tokens"), 0))
+        self._fresh: list[bytes] = []  # for the file itself
+        self._aside: list[bytes] = []  # for the file of waiting rows
+        self._ready: dict[int, bytes | None] = {}  # index -> row; None is in the file already
+        self._kept: dict[str | int, bytes] = {}  # rows of the file of waiting rows
+        self._next, self._last = 0, time.monotonic()
+        self._file: Appender | None = None
+        self._waiting: Appender | None = None
+        self.stdout, self.parquet = str(path) == "-", self.path.suffix == ".parquet"
+        if self.stdout:
+            return
+        if self.parquet and not importlib.util.find_spec("pyarrow"):
+            raise ModuleNotFoundError(f"writing {path} needs pyarrow: pip install 'selfspec[train]'")
+        self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise RuntimeError(f"{path}: another process is writing there") from None
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+        try:
+            self._open(overwrite)
+        except BaseException as error:
+            self._close()
+            if isinstance(error, OSError):
+                raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+            raise
+
+    @property
+    def manifest(self) -> Path:
+        """Where the settings are recorded."""
+        return self.path.with_name(f"{self.path.name}.manifest.json")
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None or not issubclass(kind, OutputError):  # a full disk is still full
+                self.flush()
+        finally:
+            self._close()
+
+    def put(self, index: int, id: str | int, row: bytes) -> None:
+        """Take a finished row; it is safe after the next `flush`.
+
+        Args:
+            index: of its input row, from 0.
+            id: the row's.
+            row: the line.
+        """
+        self.done.add(id)
+        self._booked(row)
+        if not self.ordered:
+            self._fresh.append(row)
+        else:
+            self._ready[index] = row
+            if index != self._next and self._file is not None:
+                self._aside.append(row)
+            self._advance()
+        if len(self._fresh) + len(self._aside) >= self.chunk:
+            self.flush()
+
+    def skip(self, index: int, id: str | int) -> None:
+        """Pass a row that is `done`."""
+        if self.ordered:
+            self._ready[index] = self._kept.pop(id, None)
+            self._advance()
+
+    def tick(self) -> None:
+        """Flush if it is time."""
+        if (self._fresh or self._aside) and time.monotonic() - self._last > self.seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is finished; it is on the disk then.
+
+        Raises:
+            OutputError: that fails.
+        """
+        self._last = time.monotonic()
+        if self._file is None:
+            if self.stdout:
+                sys.stdout.buffer.writelines(self._fresh)
+                sys.stdout.buffer.flush()
+                self._fresh = []
+            return
+        self._file.append(self._fresh)
+        self._fresh = []
+        if self._waiting is not None:
+            live = [*self._kept.values(), *(r for r in self._ready.values() if r is not None)]
+            size = sum(map(len, live))
+            if self._waiting.size > 4 * size + (SLACK if live else 0):  # most of it stands in the output by now
+                self._waiting.rewrite(live)
+            elif live:
+                self._waiting.append(self._aside)
+            self._aside = []
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Every row is there: write the manifest, and parquet."""
+        self.flush()
+        if self.stdout or self.complete:
+            return
+        rows, waiting = self._paths()
+        if self.parquet:
+            replace(self.path, lambda to: _as_parquet(rows, to))
+        self._write_manifest({"complete": True, "rows": dict(self.counts), "summary": summary})
+        if self.parquet:
+            rows.unlink()
+        waiting.unlink(missing_ok=True)
+
+    def _advance(self) -> None:
+        while self._next in self._ready:
+            row = self._ready.pop(self._next)
+            if row is not None:
+                self._fresh.append(row)
+            self._next += 1
+
+    def _open(self, overwrite: bool) -> None:
+        file, waiting = self._paths()
+        if overwrite:
+            for old in (self.manifest, self.path, file, waiting):  # the manifest first: rows without it are refused
+                old.unlink(missing_ok=True)
+        if self.manifest.exists():
+            old = json.loads(self.manifest.read_text(encoding="utf-8"))
+            self._check(old)
+            if old["complete"] and self.path.exists():
+                self.complete, self.counts = True, Counter(old["rows"])
+                return
+        elif self.path.exists() and self.path.stat().st_size:
+            raise ValueError(
+                f"{self.path} exists, and {self.manifest.name} does not say how it was made; overwrite it?"
+            )
+        self._write_manifest({"complete": False})
+        self._file = Appender(file, file.suffix == ".gz")
+        self.done = {self._booked(r) for r in self._file.rows}
+        self._file.rows = []
+        if self.ordered:
+            self._waiting = Appender(waiting)
+            self._kept = {i: r for r in self._waiting.rows if (i := _id(json.loads(r))) not in self.done}
+            self._waiting.rows = []
+            self.done |= {self._booked(r) for r in self._kept.values()}
+
+    def _paths(self) -> tuple[Path, Path]:
+        """Where rows go, and those that wait."""
+        name = self.path.name
+        rows = self.path.with_name(f"{name}.rows.jsonl") if self.parquet else self.path
+        return rows, self.path.with_name(f"{name}.waiting")
+
+    def _booked(self, line: bytes) -> str | int:
+        """Count a row. Returns its id."""
+        row = json.loads(line)
+        self.counts["rows"] += 1
+        if row.get("error") is not None:
+            self.counts["errors"] += 1
+        usage = row.get("usage") or ((row.get("response") or {}).get("body") or {}).get("usage") or {}
+        for name in ("prompt_tokens", "completion_tokens"):
+            self.counts[name] += usage.get(name, 0)
+        return _id(row)
+
+    def _check(self, old: dict[str, Any]) -> None:
+        before, now = old["settings"], self.settings
+        other = [
+            f"{k}: {before.get(k)!r}, now {now.get(k)!r}"
+            for k in sorted({*before, *now})
+            if before.get(k) != now.get(k)
+        ]
+        if other:
+            raise ValueError(
+                f"{self.path} was begun with other settings ({'; '.join(other)}); write elsewhere, or overwrite it"
+            )
+        self.created = old["created"]
+
+    def _write_manifest(self, more: dict[str, Any]) -> None:
+        data = {"version": VERSION, "created": self.created, "settings": self.settings, **more}
+        replace(self.manifest, lambda to: to.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8"))
+
+    def _close(self) -> None:
+        for file in (self._file, self._waiting):
+            if file is not None:
+                file.close()
+        self._file = self._waiting = None
+        if not self.stdout:
+            self._lock.release()
+
+
+def _id(row: dict[str, Any]) -> str | int:
+    return row["custom_id"] if "custom_id" in row else row["id"]
+
+
+def table_of(lines: Iterable[bytes]) -> Any:
+    """Rows as an Arrow table: a column for every field; one that holds values of several kinds becomes JSON text."""
+    import pyarrow as pa
+
+    found = [json.loads(line) for line in lines]
+    columns = {}
+    for name in dict.fromkeys(k for row in found for k in row) or {"id": None}:
+        values = [row.get(name) for row in found]
+        try:
+            columns[name] = pa.array(values)
+        except (pa.ArrowException, OverflowError):
+            columns[name] = pa.array([None if v is None else json.dumps(v, ensure_ascii=False) for v in values])
+    return pa.table(columns)
+
+
+def _as_parquet(rows: Path, to: Path) -> None:
+    import pyarrow.parquet as pq
+
+    with rows.open("rb") as file:
+        pq.write_table(table_of(file), to, compression="zstd")
+
+
+def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file so that it is there whole, on the disk, or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}; make room and run again") from error

@@ -1,0 +1,437 @@
+"""Batch files: rows of all kinds, errors, resuming after kills at any moment, a full disk."""
+
+import errno
+import gzip
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_chat
+import torch
+
+from selfspec import SelfSpecModel, prompts
+from selfspec.serving import output, run_batch
+from selfspec.serving.batch import BatchOptions
+from selfspec.serving.output import Output, OutputError
+from selfspec.serving.source import jobs
+
+CAP = BatchOptions({"max_new_tokens": 12}, slots=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    name = tiny_chat.save_model(folder / "m")
+    return SelfSpecModel.from_pretrained(name, tiny_chat.save_adapter(folder / "a", name), dtype=torch.float32)
+
+
+def run(model, rows, tmp_path, settings=CAP, out="out.jsonl", **how):
+    """Answer rows (objects, or lines as they stand). Returns the output's rows by id."""
+    lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in rows]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    run_batch(model, tmp_path / "in.jsonl", tmp_path / out, settings, quiet=True, **how)
+    found = [json.loads(line) for line in (tmp_path / out).read_bytes().splitlines()]
+    return {r.get("custom_id") or r["id"]: r for r in found}
+
+
+def text(model, ids, **how):
+    """What generate answers to a prompt."""
+    how = {"max_new_tokens": 12, "do_sample": False, **how}
+    out = model.generate([ids], tokenizer=model.tokenizer, **how)[0, len(ids) :]
+    return model.tokenizer.decode(out, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def asked(model, *said):
+    return prompts.encode(model.tokenizer, [prompts.user(s) for s in said])
+
+
+def test_rows_are_what_generate_answers(model, tmp_path):
+    rows = [
+        {"id": "a", "prompt": "w1 w2 w3", "label": {"x": [1, None]}, "text": "mine"},
+        {"prompt": "w4 w5"},
+        {"id": 7, "messages": [{"role": "user", "content": "w9"}], "max_tokens": 2},
+        {"id": "t", "turns": ["w1 w7", "w2", "w3"]},
+        {"id": "hot", "prompt": "w8 w8", "temperature": 0.8, "top_p": 0.9, "seed": 5},
+        {"id": "stop", "prompt": "w1 w2 w3", "max_new_tokens": 20, "repetition_penalty": 1.3},
+    ]
+    out = run(model, rows, tmp_path)
+    assert list(out) == ["a", "line-2", 7, "t", "hot", "stop"]
+    assert out["a"]["text"] == text(model, asked(model, "w1 w2 w3"))
+    assert out["a"]["label"] == {"x": [1, None]} and out["a"]["input_text"] == "mine"
+    assert out["line-2"]["text"] == text(model, asked(model, "w4 w5"))
+    assert out[7]["text"] == text(model, asked(model, "w9"), max_new_tokens=2)
+    assert out[7]["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    assert out[7]["finish_reason"] == "length"
+    first = text(model, asked(model, "w1 w7"))
+    talk = [prompts.user("w1 w7"), {"role": "assistant", "content": first}, prompts.user("w2")]
+    second = text(model, prompts.encode(model.tokenizer, talk))
+    assert out["t"]["answers"][:2] == [first, second] and out["t"]["text"] == out["t"]["answers"][2]
+    drawn = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 5}
+    assert out["hot"]["text"] == text(model, asked(model, "w8 w8"), **drawn)
+    assert out["stop"]["text"] == text(model, asked(model, "w1 w2 w3"), max_new_tokens=20, repetition_penalty=1.3)
+
+
+def test_stop_ends_an_answer_and_is_not_part_of_it(model, tmp_path):
+    answers = {s: text(model, asked(model, s)).split() for s in (f"w{i} w{i + 3}" for i in range(12))}
+    said, whole = max(answers.items(), key=lambda x: len(set(x[1])))
+    assert len(set(whole)) > 4
+    rows = [{"id": k, "prompt": said, k: whole[2]} for k in ("stop", "stop_strings")]
+    out = run(model, rows, tmp_path)
+    at = whole.index(whole[2])
+    assert out["stop"]["text"].split() == whole[:at] and out["stop"]["finish_reason"] == "stop"
+    assert out["stop_strings"]["text"].split() == whole[: at + 1]
+
+
+def test_sampled_rows_do_not_depend_on_their_neighbours(model, tmp_path):
+    rows = [{"id": i, "prompt": f"w{i} w3", "temperature": 1.0} for i in range(9)]
+    many = run(model, rows, tmp_path)
+    few = run(model, rows[::2], tmp_path, BatchOptions(CAP.params, slots=1, mode="ar"), out="few.jsonl")
+    assert all(many[i] == few[i] for i in few) and len({r["text"] for r in many.values()}) > 5
+    other = run(model, rows, tmp_path, BatchOptions(CAP.params, seed=1), out="other.jsonl")
+    assert other != many
+
+
+def test_a_bad_row_is_an_error_and_the_others_go_on(model, tmp_path):
+    rows = [
+        b'\xef\xbb\xbf{"id": "first", "prompt": "w1"}',
+        b'{"id": "cut", "prompt": "w',
+        b'{"id": "latin", "prompt": "\xe9"}',
+        b"[1, 2]",
+        b"",
+        {"id": "empty", "prompt": ""},
+        {"id": "no prompt"},
+        {"id": "zero", "prompt": "w1", "max_tokens": 0},
+        {"id": "text cap", "prompt": "w1", "max_tokens": "5"},
+        {"id": "huge", "prompt": "w1 " * 100_000},
+        {"id": "wide", "prompt": "w1", "max_tokens": 300},
+        {"id": "beams", "prompt": "w1", "num_beams": 4},
+        {"id": "cold", "prompt": "w1", "temperature": -1},
+        {"id": "top", "prompt": "w1", "top_p": 7, "temperature": 1},
+        {"id": "first", "prompt": "w2"},
+        {"id": None, "prompt": "w3"},
+        {"id": [1], "prompt": "w3"},
+        {"id": "roles", "messages": [{"role": "user"}]},
+        b'{"id": "nan", "prompt": "w1", "x": NaN}',
+        b'{"id": "half", "prompt": "w1 \\ud800", "x": "\\ud800"}',
+        b'{"id": "deep", "prompt": "w1", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        {"id": "last", "prompt": "w1"},
+    ]
+    out = run(model, rows, tmp_path)
+    errors = {i: r["error"] for i, r in out.items() if "error" in r}
+    for name, words in {
+        "line-2": "line 2: not JSON", "line-3": "line 3: not UTF-8", "line-4": "line 4: expected an object",
+        "empty": "line 6: expected a non-empty string `prompt`", "no prompt": "line 7: expected",
+        "zero": "line 8: max_new_tokens=0", "text cap": "line 9: max_tokens='5': expected a whole number",
+        "huge": "line 10: a prompt of 100002 tokens", "wide": "line 11: a prompt of 3 tokens and 300 new",
+        "beams": "line 12: not supported in this release: num_beams=4", "cold": "line 13: temperature=-1",
+        "top": "line 14:", "line-15": "line 15: the id 'first' stands in an earlier", "line-17": "line 17: the id must",
+        "roles": "line 18: `messages` must", "nan": "line 19: its fields cannot", "line-21": "line 21: not JSON",
+    }.items():  # fmt: skip
+        assert words in errors.pop(name), name
+    errors.pop("half", None)  # whether half a character can be encoded is the tokenizer's business
+    assert not errors and out["last"]["text"] == out["first"]["text"] and "text" in out["line-16"]
+    assert len(out) == 21
+
+
+def test_openai_files_are_answered_in_their_own_form(model, tmp_path):
+    chat = {"model": "any", "messages": [{"role": "user", "content": [{"type": "text", "text": "w1 w2 w3"}]}]}
+    line = {"method": "POST", "url": "/v1/chat/completions"}
+    rows = [
+        {"custom_id": "c", **line, "body": {**chat, "max_tokens": 5, "temperature": 0, "seed": 3}},
+        {"custom_id": "p", "method": "POST", "url": "/v1/completions", "body": {"prompt": "w1 w2", "max_tokens": 4}},
+        {"custom_id": "n", **line, "body": {**chat, "n": 2}},
+        {"custom_id": "l", **line, "body": {**chat, "logprobs": True}},
+        {"custom_id": "e", **line, "url": "/v1/embeddings", "body": chat},
+        {"custom_id": "hot", **line, "body": {**chat, "temperature": 1, "seed": 4}},
+    ]
+    out = run(model, rows, tmp_path)
+    body = out["c"]["response"]["body"]
+    assert body["choices"][0]["message"]["content"] == text(model, asked(model, "w1 w2 w3"), max_new_tokens=5)
+    assert body["object"] == "chat.completion" and body["usage"]["completion_tokens"] == 5 and not out["c"]["error"]
+    raw = model.tokenizer("w1 w2").input_ids
+    assert out["p"]["response"]["body"]["choices"][0]["text"] == text(model, raw, max_new_tokens=4)
+    drawn = text(model, asked(model, "w1 w2 w3"), do_sample=True, temperature=1.0, top_k=0, seed=4)
+    assert out["hot"]["response"]["body"]["choices"][0]["message"]["content"] == drawn
+    for name, words in {"n": "one answer", "l": "logprobs", "e": "/v1/embeddings"}.items():
+        assert out[name]["response"] is None and words in out[name]["error"]["message"]
+    again = run(model, rows, tmp_path)  # complete: nothing is done again, and the times stand
+    assert again == out
+
+
+@pytest.mark.parametrize("out", ["o.jsonl.gz", "o.parquet", "u.jsonl", "-"])
+def test_every_form_holds_the_same_rows(model, tmp_path, monkeypatch, capfdbinary, out):
+    file = tiny_chat.save_prompts(tmp_path / "in.jsonl", 9)
+    run_batch(model, file, tmp_path / "plain.jsonl", CAP, quiet=True)
+    want = [json.loads(x) for x in (tmp_path / "plain.jsonl").read_bytes().splitlines()]
+    lines = Path(file).read_bytes()
+    if out == "-":
+        stdin, stdout = io.TextIOWrapper(io.BytesIO(lines)), io.TextIOWrapper(io.BytesIO())
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        run_batch(model, "-", "-", CAP, quiet=True)
+        got = [json.loads(x) for x in stdout.buffer.getvalue().splitlines()]
+    elif out == "o.parquet":
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.Table.from_pylist([json.loads(x) for x in lines.splitlines()]), tmp_path / "in.parquet")
+        run_batch(model, tmp_path / "in.parquet", tmp_path / out, CAP, quiet=True)
+        got = pq.read_table(tmp_path / out).to_pylist()
+        assert not (tmp_path / "o.parquet.rows.jsonl").exists()
+    elif out == "o.jsonl.gz":
+        (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(lines))
+        run_batch(model, tmp_path / "in.jsonl.gz", tmp_path / out, CAP, quiet=True, chunk=2)
+        got = [json.loads(x) for x in gzip.decompress((tmp_path / out).read_bytes()).splitlines()]
+    else:
+        run_batch(model, file, tmp_path / out, CAP, quiet=True, ordered=False)
+        got = [json.loads(x) for x in (tmp_path / out).read_bytes().splitlines()]
+        assert got != want  # as they came
+        got.sort(key=lambda r: int(r["id"][1:]))
+    assert got == want
+
+
+def test_other_settings_another_input_or_foreign_files_are_refused(model, tmp_path):
+    file, out = tiny_chat.save_prompts(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    run_batch(model, file, out, CAP, quiet=True)
+    before = out.read_bytes()
+    with pytest.raises(ValueError, match=r"other settings .params"):
+        run_batch(model, file, out, BatchOptions({"max_new_tokens": 5}), quiet=True)
+    with pytest.raises(ValueError, match=r"other settings .*ordered"):
+        run_batch(model, file, out, CAP, ordered=False, quiet=True)
+    more = tiny_chat.save_prompts(tmp_path / "more.jsonl", 4)
+    with pytest.raises(ValueError, match=r"other settings .*input"):
+        run_batch(model, more, out, CAP, quiet=True)
+    assert out.read_bytes() == before
+    assert run_batch(model, more, out, CAP, overwrite=True, quiet=True)["rows"] == 4
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="says how it was made"):
+        run_batch(model, file, tmp_path / "mine.jsonl", CAP, quiet=True)
+    with pytest.raises(ValueError, match="no prompt file"):
+        run_batch(model, tmp_path / "none.jsonl", out, CAP, quiet=True)
+    with Output(tmp_path / "held.jsonl", {}), pytest.raises(RuntimeError, match="another process"):
+        Output(tmp_path / "held.jsonl", {})
+
+
+def test_an_input_that_breaks_off_keeps_what_was_answered(model, tmp_path):
+    whole = gzip.compress(b"".join(json.dumps({"id": i, "prompt": f"w{i % 50}"}).encode() + b"\n" for i in range(2000)))
+    (tmp_path / "in.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    few = BatchOptions({"max_new_tokens": 2}, slots=64)
+    with pytest.raises(prompts.PromptError, match="cannot be read as gzipped"):
+        run_batch(model, tmp_path / "in.jsonl.gz", tmp_path / "out.jsonl", few, quiet=True)
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) > 100
+
+
+# ---- the output file by itself: every cut is survived
+
+
+def rows_of(n):
+    return [(i, json.dumps({"id": i, "text": "x" * (7 * i % 31)}).encode() + b"\n") for i in range(n)]
+
+
+def write(path, rows, order, stop=None, **how):
+    """Write rows in some order, `stop` of them at most. Returns how many were put."""
+    with Output(path, {}, seconds=0, **how) as out:
+        place = {i: n for n, (i, _) in enumerate(rows)}
+        ready = [i for i, _ in rows if i in out.done]
+        for i in ready:
+            out.skip(place[i], i)
+        todo = [i for i in order if i not in ready][:stop]
+        for i in todo:
+            out.put(place[i], i, rows[place[i]][1])
+        if stop is None:
+            out.finish({})
+    return len(todo)
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.jsonl.gz"])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_file_cut_at_any_byte_is_completed(tmp_path, name, ordered):
+    """What a kill can leave of either file: each is cut at a random byte, in the last chunk or before."""
+    draw, rows = random.Random(3), rows_of(40)
+    plain = b"".join(r for _, r in rows)
+    for trial in range(25):
+        path, order = tmp_path / f"{trial}{name}", draw.sample(range(40), 40)
+        write(path, rows, order, stop=draw.randint(1, 39), ordered=ordered, chunk=draw.randint(1, 9))
+        for file in (path, path.with_name(path.name + ".waiting")):
+            if file.exists() and draw.random() < 0.7:
+                data = file.read_bytes()
+                file.write_bytes(data[: draw.randint(0, len(data))] + b"\0" * draw.choice([0, 0, 5]))
+        write(path, rows, draw.sample(range(40), 40), stop=draw.randint(0, 9), ordered=ordered)
+        kept = _plain(path)
+        write(path, rows, draw.sample(range(40), 40), ordered=ordered)
+        got = _plain(path)
+        assert got.startswith(kept) and sorted(got.splitlines()) == sorted(plain.splitlines())
+        assert not ordered or got == plain
+        assert not path.with_name(path.name + ".waiting").exists()
+
+
+def _plain(path):
+    data = path.read_bytes()
+    return gzip.decompress(data) if path.suffix == ".gz" and data else data
+
+
+def test_a_file_damaged_in_its_middle_is_refused(tmp_path):
+    path = tmp_path / "o.jsonl"
+    write(path, rows_of(9), range(9), stop=5)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"no row\n", *lines[3:]]))
+    with pytest.raises(ValueError, match="is damaged"):
+        Output(path, {})
+
+
+def test_waiting_rows_do_not_pile_up(tmp_path, monkeypatch):
+    """One slow row at a time makes others wait; the second file holds about those, not all that ever waited."""
+    monkeypatch.setattr(output, "SLACK", 500)
+    path, rows = tmp_path / "o.jsonl", rows_of(400)
+    with Output(path, {}, chunk=4) as out:
+        for start in range(0, 400, 8):  # the first of eight comes after the first of the next eight
+            for i in [*range(start + 9, min(start + 16, 400)), *([start] if start else [0, *range(1, 9)])]:
+                out.put(i, i, rows[i][1])
+            assert path.with_name("o.jsonl.waiting").stat().st_size < 3000
+        out.finish({})
+    assert path.read_bytes() == b"".join(r for _, r in rows)
+
+
+class Disk:
+    """os.pwrite on a disk with so many bytes left: the last write is cut short, as a real one is."""
+
+    def __init__(self, monkeypatch, left):
+        self.left, self.write = left, os.pwrite
+        monkeypatch.setattr(output.os, "pwrite", self)
+
+    def __call__(self, file, data, at):
+        if not self.left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        n = min(len(data), self.left)
+        self.left -= n
+        return self.write(file, bytes(data)[:n], at)
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o.jsonl.gz"])
+def test_a_full_disk_is_said_and_the_run_can_go_on(model, tmp_path, monkeypatch, name):
+    file = tiny_chat.save_prompts(tmp_path / "in.jsonl", 9)
+    run_batch(model, file, tmp_path / f"whole{name}", CAP, quiet=True)
+    with monkeypatch.context() as patch:
+        Disk(patch, 500)
+        with pytest.raises(OutputError, match=r"No space left on device\. What was finished is safe"):
+            run_batch(model, file, tmp_path / name, CAP, quiet=True, chunk=1)
+    kept = (tmp_path / name).read_bytes()
+    assert len(kept) <= 500 and (not kept or _plain(tmp_path / name).endswith(b"}\n"))
+    counts = run_batch(model, file, tmp_path / name, CAP, quiet=True)
+    assert 0 < counts["resumed"] < 9
+    assert (tmp_path / name).read_bytes().startswith(kept)
+    assert _plain(tmp_path / name) == _plain(tmp_path / f"whole{name}")
+
+
+# ---- kill -9
+
+CHILD = """
+import json, os, random, sys, time
+from selfspec.serving.output import Output
+
+source, target, ordered = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+draw, running = random.Random(os.getpid()), []
+rows = [json.loads(line) for line in open(source)]
+with Output(target, {}, ordered, chunk=3, seconds=0.01) as out:
+    if not out.complete:
+        print("ready", flush=True)
+        todo = iter(enumerate(rows))
+        while True:
+            while len(running) < 16 and (job := next(todo, None)) is not None:
+                if job[1]["id"] in out.done:
+                    out.skip(job[0], job[1]["id"])
+                else:
+                    running.append(job)
+            if not running:
+                break
+            i, row = running.pop(draw.randrange(len(running)))
+            time.sleep(0.0005)
+            out.put(i, row["id"], json.dumps({"id": row["id"], "text": row["prompt"] * 3}).encode() + b"\\n")
+            out.tick()
+        out.finish({})
+"""
+
+
+def test_kill_9_at_random_moments_loses_and_repeats_nothing(tmp_path):
+    """A real process that writes as `selfspec batch` does, with a stand-in for the model so that many kills fit."""
+    source, n, draw = tmp_path / "in.jsonl", 1500, random.Random(1)
+    source.write_text("".join(json.dumps({"id": f"r{i}", "prompt": f"p{i} é" * (i % 7 + 1)}) + "\n" for i in range(n)))
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    for name, ordered in (("o.jsonl", True), ("u.jsonl.gz", False)):
+        target, kept, kills = tmp_path / name, b"", 0
+        while True:
+            argv = [sys.executable, "-P", str(child), str(source), str(target), str(ordered)]
+            with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+                if kills < KILLS and process.stdout.readline() == b"ready\n":
+                    time.sleep(draw.random() * 1.5 / KILLS)
+                    process.send_signal(signal.SIGKILL)
+                    kills += 1
+                code = process.wait()
+            data = target.read_bytes()
+            now = _whole(data, name)
+            assert now.startswith(kept), "bytes of a finished row have changed"
+            kept = now
+            if code == 0:
+                break
+        ids = [json.loads(line)["id"] for line in kept.splitlines()]
+        assert kills == KILLS and sorted(ids) == sorted(f"r{i}" for i in range(n))
+        assert not ordered or ids == [f"r{i}" for i in range(n)]
+        want = {f"r{i}": f"p{i} é" * (i % 7 + 1) * 3 for i in range(n)}
+        assert all(r["text"] == want[r["id"]] for r in map(json.loads, kept.splitlines()))
+
+
+KILLS = int(os.environ.get("SELFSPEC_KILLS", "2"))
+
+
+def _whole(data, name):
+    """The whole rows of a file that may be cut."""
+    if name.endswith(".gz"):
+        import zlib
+
+        out = b""
+        while data:
+            member = zlib.decompressobj(31)
+            part = member.decompress(data)
+            if not member.eof:
+                break
+            out, data = out + part, member.unused_data
+        return out
+    return data[: data.rfind(b"\n") + 1]
+
+
+def test_the_command_resumes_after_kill_9(tmp_path):
+    """The whole command, killed as soon as rows are there."""
+    m = tiny_chat.save_model(tmp_path / "m")
+    file, out = tiny_chat.save_prompts(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
+    argv = ["batch", file, str(out), "--model", m, "--dtype", "float32", "--max-new-tokens", "40", "--slots", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "selfspec.cli", *argv, "--chunk-rows", "1"], stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and not (out.exists() and out.stat().st_size):
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    kept = out.read_bytes()
+    ran = tiny_chat.run(*argv, "--json", tmp_path / "report.json")
+    assert ran.exit_code == 0 and "60 rows" in ran.stderr and "were there before" in ran.stderr
+    assert out.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    assert [json.loads(x)["id"] for x in out.read_bytes().splitlines()] == [f"p{i}" for i in range(60)]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["rows"] == 60 and 0 < report["resumed"] < 60 and report["engine"]["tau"] >= 1
+    again = tiny_chat.run(*argv)
+    assert again.exit_code == 0 and "60 were there before" in again.stderr
+    other = tiny_chat.run(*argv[:-2], "--seed", "1")
+    assert other.exit_code == 2 and "other settings" in other.stderr
+
+
+def test_ids_are_unique_whatever_the_rows_say():
+    rows = [{"id": "line-2", "prompt": "a"}, {"prompt": "b"}, {"id": 1, "prompt": "c"}, {"id": "1", "prompt": "d"}]
+    found = list(jobs(enumerate([*rows, {"id": 1, "prompt": "e"}], 1)))
+    assert [j.id for j in found] == ["line-2", "line-2-", 1, "1", "line-5"]
+    assert [bool(j.error) for j in found] == [False, False, False, False, True]

@@ -1,0 +1,102 @@
+"""A batch on a real Ray cluster of two local nodes: an actor is killed, and the output is that of one process."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+import tiny_chat
+import torch
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.data")
+
+from selfspec import SelfSpecModel  # noqa: E402
+from selfspec.options import Chosen  # noqa: E402
+from selfspec.serving import run_batch  # noqa: E402
+from selfspec.serving.batch import BatchOptions  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+SETTINGS = BatchOptions({"max_new_tokens": 24}, slots=4)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes.add_node(num_cpus=2)
+    ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ray")
+    name = tiny_chat.save_model(folder / "m")
+    adapter = tiny_chat.save_adapter(folder / "a", name)
+    rows = [{"id": f"r{i}", "prompt": f"w{i % 50} w{(7 * i) % 50}", "extra": i} for i in range(200)]
+    rows[5] = {"prompt": 3}
+    rows[6]["temperature"] = 1.0
+    rows[8]["id"] = "r7"
+    source = folder / "in.jsonl"
+    source.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    model = SelfSpecModel.from_pretrained(name, adapter, dtype=torch.float32)
+    run_batch(model, source, folder / "one.jsonl", SETTINGS, quiet=True)
+    return folder, Chosen(name, adapter, "float32", threads=1), str(source)
+
+
+def kill_an_actor(target, killed):
+    """SIGKILL one of the actors as soon as rows are there."""
+    from ray.util.state import list_actors
+
+    end = time.monotonic() + 200
+    while time.monotonic() < end:
+        if target.exists() and target.stat().st_size:
+            alive = [a for a in list_actors(detail=True, limit=100) if a.state == "ALIVE" and "Map" in a.class_name]
+            if alive:
+                os.kill(alive[0].pid, signal.SIGKILL)
+                killed.append(alive[0].pid)
+                return
+        time.sleep(0.02)
+
+
+def test_a_cluster_gives_the_output_of_one_process_though_an_actor_dies(cluster, files):
+    from selfspec.serving.ray import run_on_ray
+
+    folder, where, source = files
+    target, killed = folder / "many.jsonl", []
+    thread = threading.Thread(target=kill_an_actor, args=(target, killed))
+    thread.start()
+    counts = run_on_ray(where, source, str(target), SETTINGS, actors=2, chunk=1, quiet=True)
+    thread.join()
+    assert killed and counts["rows"] == 200 and counts["errors"] == 2
+    assert target.read_bytes() == (folder / "one.jsonl").read_bytes()
+    before = json.loads((folder / "many.jsonl.manifest.json").read_text())["settings"]
+    assert before == json.loads((folder / "one.jsonl.manifest.json").read_text())["settings"]
+
+
+def test_a_cluster_that_is_too_small_is_refused_and_not_waited_for(cluster, files):
+    from selfspec.serving.ray import run_on_ray
+
+    folder, where, source = files
+    with pytest.raises(ValueError, match="4 actors on 4 CPU cores"):
+        run_on_ray(where, source, str(folder / "none.jsonl"), SETTINGS, actors=4)
+    with pytest.raises(ValueError, match="no GPU for an actor"):
+        run_on_ray(where, source, str(folder / "none.jsonl"), SETTINGS, gpus=1)
+
+
+def test_a_scheme_makes_part_files_with_the_same_rows(cluster, files):
+    from selfspec.serving.ray import run_on_ray
+
+    folder, where, source = files
+    counts = run_on_ray(where, f"file://{source}", f"file://{folder}/parts", SETTINGS, quiet=True)
+    parts = sorted((folder / "parts").iterdir())
+    assert counts["rows"] == 200 and len(parts) > 1
+    assert b"".join(p.read_bytes() for p in parts) == (folder / "one.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="holds files already"):
+        run_on_ray(where, f"file://{source}", f"file://{folder}/parts", SETTINGS, quiet=True)
