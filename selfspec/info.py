@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from selfspec import attention, hub
 from selfspec.adapters import io
 from selfspec.backbone import Backbone
-from selfspec.options import dtype_name, machine, versions
+from selfspec.machine import versions
+from selfspec.options import dtype_name, machine
 from selfspec.shadow import UnsupportedModel, table_of
 from selfspec.terminal import console, refusing
 

@@ -195,8 +195,11 @@ def _table(data: dict[str, Any], where: str) -> Table:
         points.append({"entry": 0, "drafts": 0, **point})
     if not points:
         raise ReportError(f"{where} holds no points")
-    setting = data.get("setting") if isinstance(data.get("setting"), dict) else {}
-    data = {**setting, **{k: v for k, v in data.items() if k != "setting"}}  # as selfspec profile nests it
+    setting = data.get("setting")
+    data = {
+        **(setting if isinstance(setting, dict) else {}),
+        **{k: v for k, v in data.items() if k != "setting"},
+    }  # as selfspec profile nests it
     facts = {k: v for k, v in data.items() if k != "points"}
     machine = data.get("machine", data.get("device"))
     named = [data.get("model"), data.get("dtype"), machine, data.get("backend"), data.get("compile") and "compiled"]
