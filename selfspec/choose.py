@@ -20,10 +20,11 @@ from selfspec.draft import DraftTree, chain_of
 from selfspec.draft.drawn import drawn
 from selfspec.draft.tree import best_first
 from selfspec.nodes import Nodes, Text, part_of, pick
+from selfspec.plan import Plan
 from selfspec.recipe import Recipe
 from selfspec.request import Request
 from selfspec.sampling import draw, perturbed
-from selfspec.verify import DRAWN, VERIFIERS, Accepted, Noise
+from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import best, walk
 
 NEVER = -2  # the target of a node that was not visited; padding of a tree is -1
@@ -44,6 +45,22 @@ class Chooser:
             raise ValueError(f"verify={verify!r}: expected {', '.join(VERIFIERS)}")
         self.verify = verify
         self.draws = verify in DRAWN
+
+    def require(self, plan: Plan) -> None:
+        """Refuse drafts that this verifier does not take.
+
+        Raises:
+            ValueError: says why.
+        """
+        if plan.tree and self.verify in CHAINS:
+            raise ValueError(f"verify={self.verify!r} is for chains; trees take 'coupled' or 'multi'")
+        if plan.lookup and self.draws:
+            raise ValueError(f"verify={self.verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
+        if plan.loop and self.draws:
+            raise ValueError(
+                f"verify={self.verify!r} weighs drafts against what they were drawn from, and a loop's later passes "
+                "know the draws; loops take 'coupled'"
+            )
 
     def check(self, request: Request) -> None:
         """Refuse a request that this verifier would decode wrongly.

@@ -3,83 +3,70 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from selfspec import options, prompts
 from selfspec.model import SelfSpecModel
-from selfspec.plan import Plan, menu
-from selfspec.plan.cost import Costs
-from selfspec.plan.latency import sync
-from selfspec.plan.planner import Assignment, Planner, Policy, View
+from selfspec.plan import Plan
+from selfspec.plan.planner import Assignment, Planner, Policy
 from selfspec.plan.simulate import Recorder
-from selfspec.plan.table import LatencyTable
-from selfspec.plan.tabulate import table_for
-from selfspec.session import Request, Session
+from selfspec.planners import planner_for
+from selfspec.request import Request
+from selfspec.session import Request
 from selfspec.settings import eos_ids
 from selfspec.terminal import refusing, show_table
 
-MODES = ("lookup", "sequential", "tree", "overlap")
 
+class _Watch:
+    """A policy that notes what came of each round."""
 
-def planner_for(model: SelfSpecModel, table: LatencyTable | None = None, seconds: float = 10.0) -> Planner:
-    """A planner over what the model's adapter can do.
+    def __init__(self, policy: Policy):
+        self.policy, self.plans = policy, policy.plans
+        self.seen: list[tuple[Assignment, list[int], float | None]] = []
 
-    Args:
-        model: with or without an adapter.
-        table: its latency table; by default the stored one, or one measured now.
-        seconds: time budget of that measurement.
-    """
-    path = getattr(model.path, "config", None)
-    paths = [] if path is None else [path]
-    plans = [p for p in menu(paths, MODES) if p.groups is None]
-    table = table or table_for(model.backbone, seconds=seconds)
-    return Planner(Costs(table, tuple(p.entry for p in paths) or (0,)), plans)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def observe(self, assignment, emitted, seconds=None, ended=None, hits=None) -> None:
+        """Note it, and pass it on."""
+        self.seen.append((assignment, list(emitted), seconds))
+        self.policy.observe(assignment, emitted, seconds, ended, hits)
 
 
 def rounds(
-    model: SelfSpecModel, policy: Policy, plans: list[Plan], request: Request
-) -> Iterator[tuple[Assignment, list[int], float]]:
+    model: SelfSpecModel, policy: Policy, request: Request
+) -> Iterator[tuple[Assignment, list[int], float | None]]:
     """Decode one request under a policy.
 
     Args:
         model: the model.
         policy: chooses the plans.
-        plans: all that it may choose.
         request: alone in its session.
 
     Yields:
-        The assignment of each round, the tokens that it emitted, and its seconds.
+        The assignment of each round, the tokens that it emitted, and its seconds (None where a graph was captured).
     """
-    widest = max(plans, key=lambda p: p.nodes + p.group_rows)
-    session = Session(model.backbone, widest, 1, len(request.prompt) + request.max_new_tokens)
-    session.add([request])
-    while session.active:
-        done = len(request.output)
-        left, saved = request.max_new_tokens - done, session.saved is not None
-        (chosen,) = policy.round([View(request, len(request.prompt) + done - 1, left, saved)])
-        session.plan = chosen.plan
-        if not chosen.plan.drafts:
-            session.saved = None  # it would be stale one round later
-        sync(model.backbone.device)
-        begin = time.perf_counter()
-        ((_, emitted),) = session.step()
-        sync(model.backbone.device)
-        seconds, ended = time.perf_counter() - begin, not session.active
-        policy.observe(chosen, [len(emitted)], seconds, [ended], [session.saved is not None])
-        yield chosen, emitted, seconds
+    watch = _Watch(policy)
+    for _ in model.rounds([request], watch):
+        yield from watch.seen
+        watch.seen.clear()
 
 
 def explained(model: SelfSpecModel, planner: Planner, prompt: list[int], cap: int) -> dict[str, Any]:
     """What the planner knew and did, in plain JSON types."""
     request, recorder, log = Request(prompt, cap, frozenset(eos_ids(model.model.generation_config))), Recorder(), []
     emitted_before = 0
-    for chosen, emitted, seconds in rounds(model, planner, planner.plans, request):
-        recorder.note(chosen, [emitted_before], [len(emitted)])
-        emitted_before += len(emitted)
+    for chosen, emitted, seconds in rounds(model, planner, request):
+        recorder.note(chosen, [emitted_before], emitted)
+        emitted_before += sum(emitted)
         decision = planner.log[-1] if planner.log and planner.log[-1].number == planner.rounds else None
-        entry = {"plan": str(chosen.plan), "emitted": len(emitted), "ms": 1e3 * seconds, "why": "as before"}
+        entry = {
+            "plan": str(chosen.plan),
+            "emitted": sum(emitted),
+            "ms": None if seconds is None else 1e3 * seconds,
+            "why": "as before",
+        }
         if decision is not None:
             k, rate = planner.index[chosen.plan], decision.tokens / decision.ms
             entry |= {"why": decision.why, "expected_tokens": decision.tokens[k], "expected_ms": decision.ms[k]}
@@ -122,9 +109,8 @@ def show(found: dict[str, Any]) -> None:
     lines = []
     for i, r in enumerate(found["rounds"], 1):
         told = [f"{r[k]:.2f}" if k in r else "" for k in ("expected_tokens", "expected_ms")]
-        lines.append(
-            [str(i), r["plan"], r["why"], told[0], str(r["emitted"]), told[1], f"{r['ms']:.2f}", r.get("best", "")]
-        )
+        took = "" if r["ms"] is None else f"{r['ms']:.2f}"
+        lines.append([str(i), r["plan"], r["why"], told[0], str(r["emitted"]), told[1], took, r.get("best", "")])
     show_table(["round", "plan", "why", "expected", "emitted", "expected ms", "ms", "best now"], lines)
     print(f"\n{found['switches']} switches; {100 * found['probe_share']:.1f} % of the time for probes")
 
@@ -147,7 +133,7 @@ def run(
         limit = loaded.backbone.max_positions
         if limit is not None and len(ids) + max_new_tokens > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones exceed {limit} positions")
-    found = explained(loaded, planner_for(loaded, seconds=seconds), ids, max_new_tokens)
+    found = explained(loaded, planner_for(loaded.backbone, seconds=seconds), ids, max_new_tokens)
     if as_json:
         print(json.dumps(found, indent=1))
     else:

@@ -45,6 +45,10 @@ class Graphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a call with this key would be a replay."""
+        return key in self._captured
+
     def __call__(self, key: Hashable, fn: Callable[..., Any], *inputs: Tensor) -> Any:
         """Run `fn(*inputs)`.
 

@@ -19,6 +19,8 @@ from selfspec.backbone import Backbone
 from selfspec.generation import Extras, build_requests, output_of, prompts_of
 from selfspec.past import Past
 from selfspec.plan import Plan
+from selfspec.plan.planner import Fixed, Policy
+from selfspec.planners import planner_for
 from selfspec.session import Request, Session, fitting
 from selfspec.shadow import table_of
 from selfspec.stats import Stats, total
@@ -60,6 +62,7 @@ class SelfSpecModel:
         self.stats = Stats()
         self.request_stats: list[Stats] = []
         self._kept: Session | None = None
+        self._planners: dict[str, Policy] = {}  # by verifier
 
     @classmethod
     def from_pretrained(
@@ -152,8 +155,8 @@ class SelfSpecModel:
             response_format: {"type": "json_schema", "json_schema": ...}, {"type": "json_object"} or {"type": "regex",
                 "regex": ...}: the answer follows it (needs `pip install selfspec[grammar]` and a tokenizer).
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
-            mode: "ar", "lookup", "sequential", "tree", "overlap" or "overlap+tree"; by default "sequential" with an
-                adapter and "lookup" without.
+            mode: "ar", "lookup", "sequential", "loop", "tree", "overlap", or several as in "overlap+tree"; "auto"
+                measures and chooses before every round. By default "sequential" with an adapter and "lookup" without.
             block_size: tokens verified per round in a chain; by default the adapter's.
             tree_nodes: nodes of a tree beside its root.
             slots: prompts that run at a time, the others wait; by default as many as fit into memory.
@@ -186,7 +189,7 @@ class SelfSpecModel:
             past_key_values if cache is None else cache,
             response_format,
         )
-        plan = self.plan(mode, block_size, tree_nodes)
+        plan = self.policy(mode, block_size, tree_nodes, verify or "coupled")
         return self.answer(ids, attention_mask, config, extras, plan, verify, streamer, slots)
 
     def answer(
@@ -195,7 +198,7 @@ class SelfSpecModel:
         mask: Tensor | None,
         config: GenerationConfig,
         extras: Extras,
-        plan: Plan,
+        plan: Plan | Policy,
         verify: str | None = None,
         streamer: BaseStreamer | None = None,
         slots: int | None = None,
@@ -221,7 +224,7 @@ class SelfSpecModel:
         return output_of(ids, requests, config, copies)
 
     def run(
-        self, requests: list[Request], plan: Plan, slots: int | None = None, verify: str = "coupled"
+        self, requests: list[Request], plan: Plan | Policy, slots: int | None = None, verify: str = "coupled"
     ) -> Iterator[list[int]]:
         """Decode requests to their end; those that find no free slot wait.
 
@@ -241,7 +244,7 @@ class SelfSpecModel:
         return (tokens for emitted in rounds for request, tokens in emitted if request is requests[0])
 
     def rounds(
-        self, requests: list[Request], plan: Plan, slots: int | None = None, verify: str = "coupled"
+        self, requests: list[Request], plan: Plan | Policy, slots: int | None = None, verify: str = "coupled"
     ) -> Iterator[list[tuple[Request, list[int]]]]:
         """`run`, with what every request emits: after each prefill and each round."""
         if slots is not None and slots < 1:
@@ -264,13 +267,14 @@ class SelfSpecModel:
             if session.graphs.enabled:  # what was captured and compiled for it serves the next call too
                 self._kept = session
 
-    def _session_for(self, requests: list[Request], plan: Plan, slots: int | None, verify: str) -> Session:
+    def _session_for(self, requests: list[Request], plan: Plan | Policy, slots: int | None, verify: str) -> Session:
         """A session with room for these requests: the last call's, or a new one."""
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
+        policy = Fixed(plan) if isinstance(plan, Plan) else plan
         kept, self._kept = self._kept, None  # nobody else gets it meanwhile
         wanted = min(slots or len(requests), len(requests))
-        if kept is not None and kept.suits(plan, capacity, verify) and len(kept.requests) >= wanted:
-            kept.use(plan)
+        if kept is not None and kept.suits(policy, capacity, verify) and len(kept.requests) >= wanted:
+            kept.use(policy)
             kept.limit = wanted
             return kept
         del kept
@@ -278,7 +282,23 @@ class SelfSpecModel:
             limit = self.backbone.max_positions or capacity
             capacity = max(capacity, min(limit, -(-capacity // ROUND_UP) * ROUND_UP))
         slots = min(slots or fitting(self.backbone, capacity), len(requests))
-        return Session(self.backbone, plan, slots, capacity, verify)
+        return Session(self.backbone, policy, slots, capacity, verify)
+
+    def policy(
+        self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16, verify: str = "coupled"
+    ) -> Policy:
+        """What chooses the rounds' plans: with "auto" the planner, which learns from call to call; else one plan.
+
+        Raises:
+            ValueError: a plan that drafts, and no adapter; or sizes beside "auto".
+        """
+        if mode != "auto":
+            return Fixed(self.plan(mode, block_size, tree_nodes))
+        if block_size is not None:
+            raise ValueError(f"block_size={block_size}: with mode='auto' the planner chooses it")
+        if verify not in self._planners:
+            self._planners[verify] = planner_for(self.backbone, verify)
+        return self._planners[verify]
 
     def plan(self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16) -> Plan:
         """The fixed plan that these choices stand for.

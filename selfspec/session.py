@@ -20,11 +20,11 @@ from selfspec.graphs import Graphs, capturable
 from selfspec.joining import CHUNK, Joining, goal
 from selfspec.past import PastText
 from selfspec.plan import Plan
+from selfspec.plan.planner import Assignment, Fixed, Policy, View
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
 from selfspec.rounds import Rounds, plainly
 from selfspec.slots import Slots
-from selfspec.verify import CHAINS
 
 __all__ = ["Request", "Session", "fitting"]
 
@@ -41,6 +41,8 @@ class _Flight:
     arrived: Any  # an event, or None when it is there
     clock: Clock
     reach: int  # tokens that a request can have emitted in it
+    assignment: Assignment
+    warm: bool  # nothing was compiled or captured for it
 
 
 class Session:
@@ -49,8 +51,8 @@ class Session:
     With CUDA graphs a round is started before the host has read the one before, so that the device never waits.
 
     Args:
-        backbone: with a mask path if the plan drafts.
-        plan: what rounds do.
+        backbone: with a mask path if a plan drafts.
+        policy: what rounds do: a plan for all of them, or what chooses one before each.
         slots: requests at a time.
         capacity: positions per request (prompt and answer).
         verify: how drawn tokens are verified, a name in `selfspec.verify.VERIFIERS`; greedy requests need "coupled".
@@ -65,7 +67,7 @@ class Session:
     def __init__(
         self,
         backbone: Backbone,
-        plan: Plan,
+        policy: Plan | Policy,
         slots: int,
         capacity: int,
         verify: str = "coupled",
@@ -75,8 +77,10 @@ class Session:
         self.backbone = backbone
         self.chooser = Chooser(verify)
         self.config = getattr(backbone.path, "config", None)
-        self._require(plan)
-        self.cache = backbone.new_cache(slots, capacity, max(plan.rows, min(CHUNK, capacity)))
+        policy = Fixed(policy) if isinstance(policy, Plan) else policy
+        self._require(policy)
+        rows = max(p.rows for p in policy.plans)
+        self.cache = backbone.new_cache(slots, capacity, max(rows, min(CHUNK, capacity)))
         self.slots = Slots(slots, capacity, backbone.device, backbone.n_features, backbone.dtype)
         if isinstance(graphs, bool):
             graphs = Graphs(backbone.device, graphs and capturable(backbone.config))
@@ -87,41 +91,36 @@ class Session:
         self.requests: list[Request | None] = [None] * slots  # by slot
         self._flights: deque[_Flight] = deque()
         self._landed: list[tuple[Request, list[int]]] = []  # read between steps
-        self._stale = True  # some request has no saved draft
+        self._saved: Plan | None = None  # the overlapped plan whose drafts all requests have, or know to lack
         self.limit = slots  # requests at a time, if not all slots are to be used
-        self.use(plan)
+        self.use(policy)
 
-    def use(self, plan: Plan) -> None:
-        """Go on with another plan; drafts that were saved for the next round are dropped.
+    def use(self, policy: Plan | Policy) -> None:
+        """Go on with other plans; drafts that were saved for the next round are dropped.
 
         Raises:
-            ValueError: as at the start, or the plan's rows do not fit the cache.
+            ValueError: as at the start, or a plan's rows do not fit the cache.
         """
-        self._require(plan)
-        if plan.rows > self.cache.tail:
-            raise ValueError(f"the plan runs {plan.rows} rows a request; this session has room for {self.cache.tail}")
-        if plan.overlap:
+        policy = Fixed(policy) if isinstance(policy, Plan) else policy
+        self._require(policy)
+        rows = max(p.rows for p in policy.plans)
+        if rows > self.cache.tail:
+            raise ValueError(f"the plan runs {rows} rows a request; this session has room for {self.cache.tail}")
+        if any(p.overlap for p in policy.plans):
             assert self.config is not None
             self.slots.save_drafts(self.config.block_size - 1, self.backbone.vocab_size)
-        self.plan, self._stale = plan, True
+        self.policy, self._saved = policy, None
 
-    def suits(self, plan: Plan, capacity: int, verify: str) -> bool:
-        """Whether another plan and texts of this length fit."""
-        return plan.rows <= self.cache.tail and capacity <= self.cache.capacity and verify == self.chooser.verify
+    def suits(self, policy: Policy, capacity: int, verify: str) -> bool:
+        """Whether other plans and texts of this length fit."""
+        rows = max(p.rows for p in policy.plans)
+        return rows <= self.cache.tail and capacity <= self.cache.capacity and verify == self.chooser.verify
 
-    def _require(self, plan: Plan) -> None:
+    def _require(self, policy: Policy) -> None:
         """Refuse what the mask path was not trained for, and drafts that the verifier does not take."""
-        verify = self.chooser.verify
-        if plan.tree and verify in CHAINS:
-            raise ValueError(f"verify={verify!r} is for chains; trees take 'coupled' or 'multi'")
-        if plan.lookup and self.chooser.draws:
-            raise ValueError(f"verify={verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
-        if plan.loop and self.chooser.draws:
-            raise ValueError(
-                f"verify={verify!r} weighs drafts against what they were drawn from, and a loop's later "
-                "passes know the draws; loops take 'coupled'"
-            )
-        plan.require(self.config)
+        for plan in policy.plans:
+            self.chooser.require(plan)
+            plan.require(self.config)
 
     # ---- who runs
 
@@ -264,24 +263,28 @@ class Session:
 
     def _start(self, n: int, requests: list[Request | None], key: Hashable | None) -> None:
         """Start one round of the first n slots; with a key it needs no look of the host."""
-        plan, clock = self.plan, Clock(self.backbone.device)
         running = [r for r in requests if r is not None]
+        assignment = self._plan(running)
+        plan, clock = assignment.plan, Clock(self.backbone.device)
         size = plan.block_size
         if not self.graphs.enabled:  # a graph has one shape; elsewhere rows cost, and nobody can take more
             size = min(size, max(r.max_new_tokens - len(r.output) for r in running))
-        redraft = not plan.overlap or self._stale
+        redraft = plan != self._saved
         frame = self._frame(0, n, plan.rows)
         idle = IDLE if key is None else running[0]  # chosen for like any other, and kept by nobody
         play = partial(self.rounds.play, plan, frame, size, redraft, [r or idle for r in requests])
+        full, warm = ("round", frame, plan, redraft, key), not self.graphs.enabled
         if key is None or not self.graphs.enabled:
             result = play(self.graphs, clock)
         else:
-            result = self.graphs(("round", frame, plan, redraft, key), partial(play, plainly, None))
-        self._stale = not plan.overlap
+            warm = full in self.graphs
+            result = self.graphs(full, partial(play, plainly, None))
+        self._saved = plan if plan.overlap else None
         if plan.drafts and redraft and size > 1:
             assert self.config is not None
+            depth = 1 - self.config.entry / self.backbone.n_layers
             for r in running:
-                r.stats.drafts += 1 - self.config.entry / self.backbone.n_layers
+                r.stats.drafts += depth * (plan.passes if plan.loop else 1)
         arrived = None
         if result.is_cuda:
             landing = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -289,7 +292,17 @@ class Session:
             arrived = torch.cuda.Event()
             arrived.record()
         clock.lap("rest")
-        self._flights.append(_Flight(requests, result, arrived, clock, result.shape[1] - 2))
+        self._flights.append(_Flight(requests, result, arrived, clock, result.shape[1] - 2, assignment, warm))
+
+    def _plan(self, running: list[Request]) -> Assignment:
+        """What the policy wants for the next round, which is one for all."""
+        reach, views = sum(f.reach for f in self._flights), []
+        for r in running:
+            length = self.cache.lengths[r.slot]  # type: ignore[index]
+            left = max(1, r.max_new_tokens - len(r.output) - reach)
+            views.append(View(r, length, left, saved=self._saved is not None))
+        (assignment,) = self.policy.round(views)
+        return assignment
 
     def _land(self) -> None:
         """Read the outcome of the oldest round."""
@@ -298,6 +311,8 @@ class Session:
             flight.arrived.synchronize()
         # who has left since; one whose tokens are chosen one by one may have ended already, and still has to leave
         running = [r for r in flight.requests if r is not None and r.slot is not None]
+        emitted: dict[int, int] = {}
+        saved: dict[int, bool] = {}
         for r, (count, *tokens, ready) in zip(flight.requests, flight.result.tolist(), strict=True):
             if r is None or r.slot is None:
                 continue
@@ -305,8 +320,14 @@ class Session:
             kept = r.take(tokens[:count])
             r.stats.count(len(kept))
             r.stats.saved += ready
+            emitted[id(r)], saved[id(r)] = len(kept), bool(ready)
             self._landed.append((r, kept))
-        _book(running, flight.clock)
+        seconds = _book(running, flight.clock)
+        if len(emitted) == len(flight.assignment.views):  # nobody has left since it was planned
+            keys = [id(v.key) for v in flight.assignment.views]
+            ended = [v.key.finish_reason is not None for v in flight.assignment.views]  # type: ignore[attr-defined]
+            took = seconds if flight.warm else None
+            self.policy.observe(flight.assignment, [emitted[k] for k in keys], took, ended, [saved[k] for k in keys])
         for r in running:
             if r.finish_reason is not None:
                 self._leave(r)
@@ -319,7 +340,7 @@ class Session:
             self._landed.append((r, r.take([token])))
         for r in through:
             self.slots.left[r.slot] = r.max_new_tokens - len(r.output)
-            self._stale = True
+            self._saved = None
         clock.lap("prefill")
         for r, count in run:
             r.stats.prompt_tokens += count
@@ -345,6 +366,7 @@ class Session:
         self.slots.left[slot] = 0
         if request in self.joining:
             self.joining.remove(request)
+        self.policy.forget(request)
         self.prefixes.keep(slot, request.prompt + request.output)
 
     def _bucket(self, n: int) -> int:
@@ -361,11 +383,13 @@ class Session:
         return Frame(first, n, min(bucket, self.cache.capacity + self.cache.tail))
 
 
-def _book(requests: list[Request], clock: Clock) -> None:
-    """Share a round's time out among its requests."""
-    for name, seconds in clock.read().items():
+def _book(requests: list[Request], clock: Clock) -> float:
+    """Share a round's time out among its requests. Returns its seconds."""
+    laps = clock.read()
+    for name, seconds in laps.items():
         for r in requests:
             r.stats.seconds[name] += seconds / len(requests)  # type: ignore[assignment]
+    return sum(laps.values())
 
 
 def fitting(backbone: Backbone, capacity: int, share: float = 0.7) -> int:

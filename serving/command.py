@@ -81,7 +81,9 @@ def batch(
             raise
         refuse(str(error))
     if report_to:
-        check.write(report_to, {**options.versions(), "settings": {**asdict(where), **asdict(settings)}, **counts})
+        from selfspec.machine import versions
+
+        check.write(report_to, {**versions(), "settings": {**asdict(where), **asdict(settings)}, **counts})
     if not quiet:
         say(summary(counts, target))
     return 0

@@ -115,7 +115,12 @@ class Builder:
         ready = [self.pipelines[key]] if key in self.pipelines else None
         extras = Extras(tokenizer=model.tokenizer, **own, pipelines=ready)
         request = build_requests(model.model, config, [prompt], len(prompt), cap, extras)[0]
-        if request.sampling is not None and request.sampling.pipeline.pure and len(self.pipelines) < 1024:
+        if (
+            request.sampling is not None
+            and request.recipe is not None
+            and not request.recipe.reads_text
+            and len(self.pipelines) < 1024
+        ):
             self.pipelines[key] = request.sampling.pipeline
         return request
 

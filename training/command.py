@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from selfspec.terminal import refusing
-from selfspec.training.config import TrainConfig
-from selfspec.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from selfspec.training.trainer import Trainer
 
 
 def main(
@@ -38,6 +39,9 @@ def main(
 
         with refusing():
             return run(sweep, config, fields)
+    from selfspec.training.config import TrainConfig
+    from selfspec.training.trainer import Trainer
+
     with refusing():
         settings = TrainConfig.load(config, fields)
         if not settings.model or not settings.data:

@@ -51,7 +51,9 @@ def longest(survival: np.ndarray, lengths: Sequence[int], cost: Callable[[int], 
     return max(lengths, key=lambda v: float(survival[:, : v - 1].sum()) - rate * cost(v))
 
 
-def partition(tokens: np.ndarray, ms: np.ndarray, shapes: Sequence[int] | None = None) -> list[tuple[int, list[int]]]:
+def partition(
+    tokens: np.ndarray, ms: np.ndarray, shapes: Sequence[int] | None = None, split: bool = True
+) -> list[tuple[int, list[int]]]:
     """Put each request into one of at most two shapes, each a forward of its own, so that tokens per time is greatest.
 
     For two shapes and a number m of requests in the second, the cost is fixed, so the best m are those that gain most
@@ -61,6 +63,7 @@ def partition(tokens: np.ndarray, ms: np.ndarray, shapes: Sequence[int] | None =
         tokens: [n, K] expected tokens of each request in each shape.
         ms: [K, n + 1] milliseconds of a round of m requests in each shape; 0 for m = 0.
         shapes: consider only these.
+        split: False keeps all requests in one.
 
     Returns:
         (shape, requests) of each forward; every request once.
@@ -69,7 +72,7 @@ def partition(tokens: np.ndarray, ms: np.ndarray, shapes: Sequence[int] | None =
     some = list(range(k) if shapes is None else shapes)
     best = max((float(tokens[:, s].sum() / ms[s, n]), s, s, 0) for s in some)
     total = tokens.sum(0)
-    for a, b in combinations(some, 2) if n > 1 else ():
+    for a, b in combinations(some, 2) if n > 1 and split else ():
         gain = np.sort(tokens[:, b] - tokens[:, a])[::-1].cumsum()[:-1]  # of the m = 1..n-1 that gain most by b
         rate = (total[a] + gain) / (ms[a, n - 1 : 0 : -1] + ms[b, 1:n])
         m = int(rate.argmax())

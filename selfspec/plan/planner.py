@@ -67,7 +67,13 @@ class Assignment:
 
 
 class Policy(Protocol):
-    """What chooses plans: `Fixed`, `Planner`."""
+    """What chooses plans: `Fixed`, `Planner`.
+
+    Attributes:
+        plans: all that it may choose.
+    """
+
+    plans: list[Plan]
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """A plan for every running request; requests of one assignment share their forwards."""
@@ -93,11 +99,11 @@ class Fixed:
     """Always the same plan."""
 
     def __init__(self, plan: Plan):
-        self.plan = plan
+        self.plans = [plan]
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """All requests together."""
-        return [Assignment(tuple(active), self.plan)] if active else []
+        return [Assignment(tuple(active), self.plans[0])] if active else []
 
     def prune(self, assignment: Assignment, survival: np.ndarray) -> list[int]:
         """Everything is verified."""
@@ -149,6 +155,7 @@ class Planner:
         dwell: rounds between two changes.
         every: rounds between two comparisons while the same requests run.
         probe: share of the time for modes not in use.
+        split: let a batch run as two rounds of different shapes.
         packed: verification rows are packed, so that `prune` may give each request its own length; otherwise rows stand
             in a rectangle.
 
@@ -167,11 +174,12 @@ class Planner:
         dwell: int = 4,
         every: int = 4,
         probe: float = 0.02,
+        split: bool = True,
         packed: bool = False,
     ):
         if not any(p.nodes == 1 for p in plans):
             raise ValueError("the menu needs plain decoding, Plan('ar', 1), to fall back to")
-        self.costs, self.plans, self.packed = costs, list(plans), packed
+        self.costs, self.plans, self.split, self.packed = costs, list(plans), split, packed
         kinds = [f for p in plans for f in families(p)]
         self.estimator = estimator or Estimator(kinds, [0.7] * len(costs.entries))
         self.values = Values(self.plans, self.estimator.index, costs)
@@ -233,10 +241,10 @@ class Planner:
         # two shapes are compared among those that do best alone, and those that suit somebody best
         alone = tokens / ms[:, n]  # [n, K]
         few = {self._plain, *np.argsort(-alone.sum(0))[:4].tolist(), *np.argmax(alone, 1)[:2].tolist()}
-        best = partition(tokens, ms, sorted(few))
+        best = partition(tokens, ms, sorted(few), self.split)
         rate = _rate(best, tokens, ms)
         if self.current:
-            kept = partition(tokens, ms, self.current)
+            kept = partition(tokens, ms, self.current, self.split)
             held = _rate(kept, tokens, ms)
             self._lead = max(self._lead + min(rate / held - 1.01, 1.0), 0.0)
             early = self._since < self.dwell and best != [(self._plain, list(range(n)))]  # falling back needs no graph

@@ -1,0 +1,40 @@
+"""The planner of a backbone: its latency table, and a menu of what its mask path and a verifier can do."""
+
+from __future__ import annotations
+
+from selfspec.backbone import Backbone
+from selfspec.choose import Chooser
+from selfspec.plan import Plan, menu
+from selfspec.plan.cost import Costs
+from selfspec.plan.planner import Planner
+from selfspec.plan.table import LatencyTable
+from selfspec.plan.tabulate import table_for
+
+MODES = ("lookup", "sequential", "loop", "tree", "overlap")  # combined ones have not won anywhere yet
+MOST_NODES = 64  # of a tree; wider ones cost more than they bring at every measured size
+
+
+def planner_for(
+    backbone: Backbone, verify: str = "coupled", table: LatencyTable | None = None, seconds: float = 10.0
+) -> Planner:
+    """A planner over what can be done.
+
+    Args:
+        backbone: with or without a mask path.
+        verify: how drawn tokens are verified.
+        table: the latency table; by default the stored one, or one measured now.
+        seconds: time budget of that measurement.
+    """
+    path = getattr(backbone.path, "config", None)
+    paths = [] if path is None else [path]
+    plans = [p for p in menu(paths, MODES) if p.tree_nodes <= MOST_NODES and _takes(verify, p)]
+    table = table or table_for(backbone, seconds=seconds)
+    return Planner(Costs(table, tuple(p.entry for p in paths) or (0,)), plans, split=False)
+
+
+def _takes(verify: str, plan: Plan) -> bool:
+    try:
+        Chooser(verify).require(plan)
+    except ValueError:
+        return False
+    return True
