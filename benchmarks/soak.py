@@ -22,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec import SelfSpecModel
 from selfspec.adapters import MaskPathConfig, MaskPathModel
-from selfspec.plan import Plan
 from selfspec.sampling import Pipeline, Sampling
 from selfspec.serving.engine import Engine
 from selfspec.serving.lane import slot_bytes
@@ -67,7 +66,7 @@ def main() -> int:
         model = SelfSpecModel.from_pretrained(args.model, dtype=dtype, device=args.device)
     else:
         model = tiny(dtype, args.device)
-    plan: Plan = model.plan(args.mode)
+    plan = model.policy(args.mode)
     vocabulary, device = model.backbone.vocab_size, model.backbone.device
     budget = args.budget * slot_bytes(model.backbone, plan, 1024)
     engine = Engine(model, plan, args.slots, budget)

@@ -80,7 +80,7 @@ def measured(device: torch.device, out: dict[str, Any]):
 
 def ours(model: SelfSpecModel, mode: str, slots: int, memory: int | None) -> Callable[[Asked, dict], list[list[int]]]:
     """One engine in one mode, kept from the warm-up to the measurement with all that it captured."""
-    plan, eos = model.plan(mode), eos_ids(model.model)
+    plan, eos = model.policy(mode), eos_ids(model.model)
     engine = Engine(model, plan, slots, memory, reuse=False)
 
     def run(asked: Asked, out: dict[str, Any]) -> list[list[int]]:

@@ -26,7 +26,7 @@ from selfspec.runners import FORMS, baselines, engine_runner
 from selfspec.stats import mean_tau, total
 from selfspec.terminal import Progress, refusing, show_table
 
-EVERY = (*MODES, "overlap+tree")
+EVERY = (*MODES, "overlap+tree", "auto")
 
 
 def possible(model: SelfSpecModel, where: Chosen) -> list[str]:
@@ -34,7 +34,7 @@ def possible(model: SelfSpecModel, where: Chosen) -> list[str]:
     found = []
     for mode in EVERY:
         try:
-            model.plan(mode, where.block_size, where.tree_nodes)
+            model.plan(None if mode == "auto" else mode, where.block_size, where.tree_nodes)
         except ValueError:
             continue
         found.append(mode)

@@ -13,7 +13,6 @@ from selfspec.plan.planner import Assignment, Planner, Policy
 from selfspec.plan.simulate import Recorder
 from selfspec.planners import planner_for
 from selfspec.request import Request
-from selfspec.session import Request
 from selfspec.settings import eos_ids
 from selfspec.terminal import refusing, show_table
 

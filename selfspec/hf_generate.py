@@ -89,7 +89,7 @@ def custom_generate(
             pipelines=[Pipeline(p) for p in _per_prompt(model, given, config, prompts, input_ids, mask, cap, copies)],
         )
         config.max_time, config.stop_strings = None, stop_strings  # the former is among the criteria
-        plan = decoder.plan(mode, block_size, tree_nodes)
+        plan = decoder.policy(mode, block_size, tree_nodes, verify or "coupled")
         return decoder.answer(input_ids, mask, config, extras, plan, verify, streamer)
 
     decode.decoder = None  # type: ignore[attr-defined]

@@ -189,7 +189,10 @@ def check_modes(model: SelfSpecModel, modes: tuple[str, ...] | None, options: Ch
     """
     modes = modes or (model.plan().mode,)
     for mode in modes:
-        model.plan(mode, options.block_size, options.tree_nodes)
+        if mode != "auto":
+            model.plan(mode, options.block_size, options.tree_nodes)
+        elif options.block_size is not None:
+            raise ValueError(f"block_size={options.block_size}: with mode auto the planner chooses it")
     return list(modes)
 
 

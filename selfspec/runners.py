@@ -31,13 +31,13 @@ def engine_runner(
 
     Prefill ends for the run with its first token; that of later requests is taken from the session's own clock.
     """
-    plan, eos = model.plan(mode, block_size, tree_nodes), eos_ids(model.model)
+    policy, eos = model.policy(mode, block_size, tree_nodes), eos_ids(model.model)
 
     def run(prompts: Prompts, cap: int, slots: int, watch: Watch) -> tuple[Prompts, list[Stats]]:
         requests = [Request(p, cap, eos) for p in prompts]
         index = {r: i for i, r in enumerate(requests)}
         until_first = 0.0
-        for emitted in model.rounds(requests, plan, slots):
+        for emitted in model.rounds(requests, policy, slots):
             began = not watch.first
             watch.step((index[r], len(tokens)) for r, tokens in emitted if tokens)
             if began and watch.first:
@@ -46,7 +46,8 @@ def engine_runner(
         watch.prefill += _prefill(requests) - until_first
         return [r.output for r in requests], [r.stats for r in requests]
 
-    return Runner(name or mode, model.backbone.device, run, plan.block_size if plan.drafts or plan.lookup else 1)
+    longest = max(p.block_size if p.drafts or p.lookup else 1 for p in policy.plans)
+    return Runner(name or mode, model.backbone.device, run, longest)
 
 
 def _prefill(requests: list[Request]) -> float:

@@ -291,7 +291,7 @@ class Session:
             result = landing.copy_(result, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        clock.lap("rest")
+        clock.lap("rest" if full not in self.graphs else "round")
         self._flights.append(_Flight(requests, result, arrived, clock, result.shape[1] - 2, assignment, warm))
 
     def _plan(self, running: list[Request]) -> Assignment:

@@ -18,7 +18,8 @@ class Stats:
         accepted: how many rounds emitted k tokens.
         saved: rounds whose verification drafted for the outcome that came, so that the next needs no draft pass.
         prompt_tokens: tokens prefilled.
-        seconds: time spent in "prefill", "draft", "verify" and "rest"; requests that share a forward share its time.
+        seconds: time spent in "prefill", "draft", "verify" and "rest", or in a "round" that one graph holds; requests
+            that share a forward share its time.
     """
 
     rounds: int = 0

@@ -77,7 +77,7 @@ class Batcher:
 
     def __init__(self, model: SelfSpecModel, settings: BatchOptions, created: int = 0):
         self.model, self.settings, self.created = model, settings, created
-        plan = model.plan(settings.mode, settings.block_size, settings.tree_nodes)
+        plan = model.policy(settings.mode, settings.block_size, settings.tree_nodes)
         self.builder = Builder(model, settings.params, settings.seed)
         self.engine = Engine(model, plan, settings.slots, settings.memory)
         self._asked: dict[Ticket, _Conversation] = {}

@@ -20,6 +20,7 @@ import torch
 
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
+from selfspec.plan.planner import Fixed, Policy
 from selfspec.serving.lane import Lane, allot, classes, free_memory, position_bytes, slot_bytes
 from selfspec.serving.metrics import Metrics
 from selfspec.session import Request
@@ -88,7 +89,7 @@ class Engine:
     def __init__(
         self,
         model: SelfSpecModel,
-        plan: Plan | None = None,
+        plan: Plan | Policy | None = None,
         slots: int = 256,
         memory: int | None = None,
         verify: str = "coupled",
@@ -97,7 +98,9 @@ class Engine:
     ):
         if slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
-        self.backbone, self.plan, self.verify = model.backbone, plan or model.plan(), verify
+        self.backbone, self.verify = model.backbone, verify
+        plan = plan or model.plan()
+        self.plan = Fixed(plan) if isinstance(plan, Plan) else plan
         self.slots, self.patience, self.reuse = slots, patience, reuse
         self.memory = free_memory(self.backbone) if memory is None else memory
         lengths = range(1, self.memory // position_bytes(self.backbone) + 1)

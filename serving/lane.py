@@ -14,7 +14,7 @@ import torch
 
 from selfspec.backbone import Backbone
 from selfspec.joining import CHUNK
-from selfspec.plan import Plan
+from selfspec.plan.planner import Policy
 from selfspec.session import Request, Session, fitting
 
 SHORTEST, STEP = 1024, 4  # capacity of the first class, and how much longer each next one is
@@ -33,7 +33,7 @@ class Lane:
     """
 
     def __init__(
-        self, backbone: Backbone, plan: Plan, slots: int, capacity: int, verify: str = "coupled", reuse: bool = True
+        self, backbone: Backbone, plan: Policy, slots: int, capacity: int, verify: str = "coupled", reuse: bool = True
     ):
         self.slots, self.capacity = slots, capacity
         self.session: Session | None = Session(backbone, plan, slots, capacity, verify, reuse=reuse)
@@ -83,9 +83,9 @@ class Lane:
         self.running, self.session = [], None
 
 
-def slot_bytes(backbone: Backbone, plan: Plan, capacity: int) -> int:
+def slot_bytes(backbone: Backbone, plan: Policy, capacity: int) -> int:
     """Bytes of one slot of a session's cache: its positions, and the rows of a running forward behind them."""
-    return position_bytes(backbone) * (capacity + max(plan.rows, min(CHUNK, capacity)))
+    return position_bytes(backbone) * (capacity + max(*(p.rows for p in plan.plans), min(CHUNK, capacity)))
 
 
 def position_bytes(backbone: Backbone) -> int:
