@@ -126,6 +126,14 @@ def test_the_coarse_points_come_first(body):
     assert all(s.context < tiny.POSITIONS for s in shapes(body, Sizes()))  # no more than the model has positions
 
 
+def test_the_widest_block_of_an_adapter_is_measured():
+    """Only half of it was, and a draft then seemed to cost twice what it does."""
+    model = tiny.model_of("Llama", torch.float32)
+    wanted = shapes(Backbone(model, tiny.path_of(model, block_size=8)), at_load(1, 16))
+    assert {s.rows for s in wanted if s.kind == "draft"} == {4, 8}
+    assert {s.rows for s in wanted if s.kind == "overlap"} == {8}
+
+
 def fake(clock, per_row=0.01):
     """Measures by the law, and takes its time on a clock of its own."""
 

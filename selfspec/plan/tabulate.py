@@ -64,7 +64,9 @@ def shapes(backbone: Backbone, sizes: Sizes) -> list[Shape]:
     contexts = [c for c in sizes.contexts if limit is None or c < limit] or [max((limit or 2) // 2, 1)]
     path = getattr(backbone.path, "config", None)
     widest = getattr(path, "block_size", 0)
-    blocks = [] if backbone.path is None else [b for b in sizes.blocks if b <= widest] or [max(widest, 2)]
+    # the widest block that planners may choose is always measured: beyond it a time would only be an upper bound
+    most = max((b for b in BLOCKS if b <= widest), default=max(widest, 2))
+    blocks = [] if backbone.path is None else sorted({most, *(b for b in sizes.blocks if b <= widest)})
     turns: list[tuple[int, int, Shape]] = []
     for (i, n), (k, c) in product(_bisected(sizes.requests), _bisected(contexts)):
         turns += [(i + j + k, 0, Shape("clean", n, r, c)) for j, r in _bisected(sizes.rows)]
