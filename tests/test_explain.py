@@ -5,15 +5,16 @@ import tiny
 import tiny_chat
 import torch
 
-from selfspec import costs, explain, shapes
+from selfspec import explain, options, shapes
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.plan.cost import Costs
 from selfspec.plan.latency import Latency
-from selfspec.plan.planner import Fixed
+from selfspec.plan.planner import Assignment, Fixed
 from selfspec.plan.simulate import Recorder, simulate
 from selfspec.plan.table import LatencyTable
 from selfspec.plan.tabulate import Sizes, tabulate
+from selfspec.planners import planner_for
 from selfspec.session import Request
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -102,32 +103,31 @@ def test_a_text_does_not_depend_on_the_plans(model, adapter):
     loaded = SelfSpecModel.from_pretrained(model, adapter, dtype=torch.float64)
     prompt = [6, 7, 8, 9]
     expected = loaded.generate([prompt], max_new_tokens=24, mode="ar")[0, 4:].tolist()
-    planner = explain.planner_for(loaded, seconds=0.5)
+    planner = planner_for(loaded.backbone, seconds=0.5)
 
     class Anything(Fixed):
         def __init__(self):
-            self.turn = 0
+            self.plans, self.turn = planner.plans, 0
 
         def round(self, active):
             self.turn += 1
-            self.plan = planner.plans[7 * self.turn % len(planner.plans)]
-            return super().round(active)
+            return [Assignment(tuple(active), self.plans[7 * self.turn % len(self.plans)])] if active else []
 
     request = Request(prompt, 24, frozenset([2]))
-    assert len(list(explain.rounds(loaded, Anything(), planner.plans, request))) > 1
+    assert len(list(explain.rounds(loaded, Anything(), request))) > 1
     assert request.output == expected
 
 
 def test_the_simulator_foretells_real_rounds(model, adapter):
     """Same plan, same rounds, one by one; and a smaller block never accepts what the larger one did not."""
     loaded = SelfSpecModel.from_pretrained(model, adapter, dtype=torch.float64)
-    planner = explain.planner_for(loaded, seconds=0.5)
+    planner = planner_for(loaded.backbone, seconds=0.5)
     for plan in [p for p in planner.plans if p.mode in ("ar", "lookup", "sequential", "overlap")]:
         recorder, real = Recorder(), []
         request = Request([6, 7, 8, 9, 7, 8], 40, frozenset())
-        for chosen, emitted, _ in explain.rounds(loaded, Fixed(plan), planner.plans, request):
-            recorder.note(chosen, [sum(real)], [len(emitted)])
-            real.append(len(emitted))
+        for chosen, emitted, _ in explain.rounds(loaded, Fixed(plan), request):
+            recorder.note(chosen, [sum(real)], emitted)
+            real += emitted
         (trace,) = recorder.traces()
         assert trace.tokens == sum(real) == 39 and trace.prompt == 6
         out = simulate(Fixed(plan), planner.costs, [trace])
@@ -143,9 +143,9 @@ def test_the_simulator_foretells_time():
     for _ in range(3):  # a shared machine may be three times slower a second later
         table = tabulate(loaded.backbone, sizes)
         recorder, seconds, done = Recorder(), 0.0, 0
-        for chosen, emitted, spent in explain.rounds(loaded, Fixed(plan), [plan], Request([5] * 16, 24)):
-            recorder.note(chosen, [done], [len(emitted)])
-            done, seconds = done + len(emitted), seconds + spent
+        for chosen, emitted, spent in explain.rounds(loaded, Fixed(plan), Request([5] * 16, 24)):
+            recorder.note(chosen, [done], emitted)
+            done, seconds = done + sum(emitted), seconds + spent
         ratios.append(1e3 * seconds / simulate(Fixed(plan), Costs(table), recorder.traces()).ms)
     assert 0.6 < sorted(ratios)[1] < 2.0
 
@@ -156,4 +156,4 @@ def test_latencies_of_a_bad_file_are_measured_again(model, adapter, cache):
     (file,) = cache.iterdir()
     file.write_text("{")
     assert "clean 1 x 1" in tiny_chat.run(*argv).stderr and LatencyTable.load(file).points
-    assert isinstance(LatencyTable.load(file).points[0], Latency) and costs.layers("0, 3") == (0, 3)
+    assert isinstance(LatencyTable.load(file).points[0], Latency) and options.layers("0, 3") == (0, 3)

@@ -132,7 +132,7 @@ def test_simulated_slots_are_refilled_from_the_queue():
 def test_a_policy_that_forgets_a_request_is_caught():
     class Lazy(Fixed):
         def round(self, active):
-            return [Assignment(tuple(active[:1]), self.plan)]
+            return [Assignment(tuple(active[:1]), self.plans[0])]
 
     with pytest.raises(ValueError, match="every running request"):
         simulate(Lazy(AR), costs(0.1), texts(0.5, 2), slots=2)
