@@ -186,7 +186,6 @@ def test_nothing_is_read_from_the_host(name):
     device_targets(*arguments)  # as before a capture: constants are made
     with NoHostReads():
         assert device_targets(*arguments).shape == tree.tokens.shape
-        arguments[-1].put(meta[3], meta[0], meta[5])
 
 
 def test_such_a_read_would_be_found():
@@ -279,16 +278,6 @@ def test_what_has_no_batched_form_is_walked_lazily(name):
 
 def test_a_growth_beyond_floats_is_infinite():
     assert Decay(0, 1e200, (1,), 4)._table()[2:] == [float("inf")] * 3
-
-
-def test_texts_are_kept_by_what_each_round_emitted():
-    text = Text(torch.zeros(2, 9, dtype=torch.long), torch.tensor([2, 1]), torch.tensor([0, 0]))
-    text.tokens[:, :2] = torch.tensor([[4, 5], [6, 0]])
-    text.put(torch.tensor([1, 0]), torch.tensor([[7, 8, 9], [1, 2, 3]]), torch.tensor([2, 1]))
-    text.put(torch.tensor([3, 1]), torch.tensor([[5, 5, 5], [4, 4, 4]]), torch.tensor([1, 3]))
-    assert text.tokens[0, :5].tolist() == [4, 5, 7, 8, 5] and text.tokens[1, :5].tolist() == [6, 1, 4, 4, 4]
-    text.put(torch.tensor([7, 7]), torch.tensor([[5, 6, 7], [6, 7, 8]]), torch.tensor([1, 1]))  # past the end: spare
-    assert text.tokens[0, 5:8].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("mode", ["sequential", "tree", "overlap+tree"])
