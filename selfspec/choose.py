@@ -244,7 +244,7 @@ def _kind(request: Request) -> Hashable:
 
 
 def text_of(requests: list[Request], device: torch.device) -> Text:
-    """What the requests themselves know. A graph needs a `Text` that stays where it is; see `Text.put`."""
+    """What the requests themselves know; a session's slots know it too, and stay where they are, as a graph needs."""
     numbers = [[len(r.prompt), 0 if r.sampling is None else r.sampling.seed] for r in requests]
     prompt, seed = torch.tensor(numbers, device=device).T
     read = [r for r in requests if r.recipe is not None and r.recipe.reads_text]

@@ -30,18 +30,6 @@ class Text:
     prompt: Tensor
     seed: Tensor
 
-    def put(self, start: Tensor, emitted: Tensor, count: Tensor) -> None:
-        """Write what a round emitted behind each text, in place.
-
-        Args:
-            start: [N] long, position of each text's last token.
-            emitted: [N, A] long.
-            count: [N] long, how many of them count. The last column of `tokens` takes the others: it has to be spare.
-        """
-        step, spare = torch.arange(emitted.shape[1], device=start.device), self.tokens.shape[1] - 1
-        at = torch.where(step < count[:, None], start[:, None] + 1 + step, spare).clamp(max=spare)
-        self.tokens.scatter_(1, at, emitted)
-
     def part(self, index: list[int]) -> Text:
         """Some of the requests."""
         return Text(*(pick(t, index) for t in (self.tokens, self.prompt, self.seed)))

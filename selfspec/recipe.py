@@ -25,6 +25,7 @@ class Recipe:
     Attributes:
         steps: what it does.
         reads_text: some step needs the tokens of the text.
+        of_scores: no step needs to know even its length; the processors then serve any prompt.
     """
 
     _known: ClassVar[WeakValueDictionary[tuple[Step, ...], Recipe]] = WeakValueDictionary()
@@ -32,6 +33,7 @@ class Recipe:
     def __init__(self, steps: tuple[Step, ...]):
         self.steps = steps
         self.reads_text = any(s.reads_text for s in steps)
+        self.of_scores = all(s.of_scores for s in steps)
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Recipe:

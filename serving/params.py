@@ -118,7 +118,7 @@ class Builder:
         if (
             request.sampling is not None
             and request.recipe is not None
-            and not request.recipe.reads_text
+            and request.recipe.of_scores
             and len(self.pipelines) < 1024
         ):
             self.pipelines[key] = request.sampling.pipeline

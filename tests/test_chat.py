@@ -4,10 +4,9 @@ import pytest
 import tiny_chat
 import torch
 
-from selfspec import decode, demo, suite
+from selfspec import choose, demo, suite
 from selfspec.chat import Settings, fitted, respond
 from selfspec.model import SelfSpecModel
-from selfspec.verify.greedy import walk
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -100,7 +99,7 @@ def test_the_demo_shows_measures_and_proves(folder, adapter):
 def test_the_demo_fails_without_an_adapter_or_with_a_wrong_decoder(folder, adapter, monkeypatch):
     result = tiny_chat.run("demo", "--model", folder)
     assert result.exit_code == 1 and "no shipped adapter fits" in result.stderr
-    monkeypatch.setattr(decode, "greedy", lambda tree, logits: walk(tree, (logits.argmax(-1) + 1) % logits.shape[-1]))
+    monkeypatch.setattr(choose, "best", lambda scores: (scores.argmax(-1) + 1) % scores.shape[-1])
     argv = ["--model", folder, "--adapter", adapter, "--max-new-tokens", "8", "--repeats", "1"]
     result = tiny_chat.run("demo", *argv, "--dtype", "float32")
     assert result.exit_code == 1 and "MISMATCH" in result.stdout

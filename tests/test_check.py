@@ -5,9 +5,8 @@ import pytest
 import tiny_chat
 import torch
 
-from selfspec import check, choose, decode, prompts
+from selfspec import check, choose, prompts
 from selfspec.reference import Judge, first_difference, until_eos
-from selfspec.verify.greedy import walk
 
 LENGTH = ["--max-new-tokens", "8"]
 
@@ -49,11 +48,11 @@ def test_every_mode_and_batch_gives_the_text_of_hugging_face(tmp_path, model, ad
 
 
 def test_a_wrong_decoder_is_a_mismatch(tmp_path, model, file, monkeypatch):
-    monkeypatch.setattr(decode, "greedy", lambda tree, logits: walk(tree, (logits.argmax(-1) + 1) % logits.shape[-1]))
+    monkeypatch.setattr(choose, "best", lambda scores: (scores.argmax(-1) + 1) % scores.shape[-1])
     result, data = run(tmp_path, "--model", model, "--prompts", file)
     assert result.exit_code == 1 and data["mismatches"] == 5 and data["ties"] == 0 and data["match_rate"] == 0
     first = data["first_mismatches"][0]
-    assert first["prompt"] == "p0" and first["position"] == 1  # the prefill's token was right
+    assert first["prompt"] == "p0" and first["position"] == 0
     assert first["expected"] == first["top"][0] and first["found"] == first["expected"] + 1
     assert "MISMATCH: p0" in result.stdout
 
@@ -63,8 +62,7 @@ def test_a_tie_is_proved_by_float64(tmp_path, file, monkeypatch):
         model.lm_head.weight[32:] = model.lm_head.weight[:32]
 
     folder = tiny_chat.save_model(tmp_path / "twins", edit=twins, eos=None)
-    last = lambda tree, logits: walk(tree, logits[..., :32].argmax(-1) + 32)  # noqa: E731
-    monkeypatch.setattr(decode, "greedy", last)
+    monkeypatch.setattr(choose, "best", lambda scores: scores[..., :32].argmax(-1) + 32)
     result, data = run(tmp_path, "--model", folder, "--prompts", file)
     assert result.exit_code == 0 and data["ties"] > 0 and data["mismatches"] == 0 and data["match_rate"] < 1
     assert all(m["verdict"] == "tie" and m["gap"] < 1e-4 for m in data["first_mismatches"])
@@ -81,7 +79,7 @@ def test_a_single_run_reports_its_own_figures_and_every_mismatch(tmp_path, model
     for key in ("prompts", "tokens", "matched_prompts", "match_rate", "tau", "tpf"):
         assert data[key] == only[key] and data[key] > 0
     assert data["matched_prompts"] == 4 and data["match_rate"] == 1
-    monkeypatch.setattr(decode, "greedy", lambda tree, logits: walk(tree, (logits.argmax(-1) + 1) % logits.shape[-1]))
+    monkeypatch.setattr(choose, "best", lambda scores: (scores.argmax(-1) + 1) % scores.shape[-1])
     result, data = run(tmp_path, *argv, "--limit", 4)
     assert result.exit_code == 1 and [m["prompt"] for m in data["first_mismatches"]] == ["p0", "p1", "p2", "p3"]
     for m in data["first_mismatches"]:

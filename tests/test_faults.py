@@ -9,6 +9,7 @@ from selfspec import SelfSpecModel
 from selfspec.backbone import Backbone
 from selfspec.plan import Plan
 from selfspec.request import Request
+from selfspec.serving.params import Builder
 from selfspec.session import Session
 
 ONE = torch.tensor([PROMPT])
@@ -137,3 +138,17 @@ def test_a_models_own_generation_config_reaches_the_verifier():
         assert torch.equal(SelfSpecModel(model, path_of(model, 0.2)).generate(ONE, max_new_tokens=N, mode=mode), wanted)
     model.generation_config.repetition_penalty = None
     assert not torch.equal(own(model, ONE, max_new_tokens=N), wanted)
+
+
+def test_processors_that_count_from_a_prompt_do_not_serve_another_one():
+    """Rows of the same settings shared the first row's processors, and with them its prompt's length."""
+    model = build(max_position_embeddings=128)
+    model.generation_config.eos_token_id = [3, 7, 15]
+    builder = Builder(SelfSpecModel(model), {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 6})
+    first, second = (builder.request(p, {}, "row") for p in (PROMPT * 2, PROMPT[:3]))
+    assert first.recipe is second.recipe  # they are chosen together
+    for request in (first, second):
+        ids = torch.tensor([request.prompt])
+        wanted = own(model, ids, max_new_tokens=12, min_new_tokens=6)[0, len(request.prompt) :]
+        run(Session(Backbone(model), Plan("ar", 1), 1, 64), [request])
+        assert request.output == wanted.tolist() and len(request.output) >= 6
