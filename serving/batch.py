@@ -19,10 +19,11 @@ from selfspec.adapters.io import fingerprint
 from selfspec.model import SelfSpecModel
 from selfspec.serving import metrics
 from selfspec.serving.answers import Answer, line_of
-from selfspec.serving.engine import Engine, Ticket
+from selfspec.serving.engine import Engine
 from selfspec.serving.output import Output
 from selfspec.serving.params import Builder, stops_of
 from selfspec.serving.source import Job, jobs
+from selfspec.serving.ticket import Ticket
 from selfspec.stats import Stats
 from selfspec.terminal import Progress
 

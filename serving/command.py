@@ -17,8 +17,8 @@ import typer
 
 from selfspec import check, options
 from selfspec.options import FAST, Chosen, MaxNewTokens, Mode, System, chosen, load_model
+from selfspec.serving.appender import OutputError
 from selfspec.serving.batch import BatchOptions, run_batch
-from selfspec.serving.output import OutputError
 from selfspec.terminal import refuse, refusing, say
 
 

@@ -14,7 +14,6 @@ import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 
@@ -23,53 +22,10 @@ from selfspec.plan import Plan
 from selfspec.plan.planner import Fixed, Policy
 from selfspec.serving.lane import Lane, allot, classes, free_memory, position_bytes, slot_bytes
 from selfspec.serving.metrics import Metrics
+from selfspec.serving.ticket import Event, Ticket
 from selfspec.session import Request
 
 PATIENCE = 64  # rounds that a request waits before running ones make room for a lane of its length
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request's place in the engine.
-
-    Attributes:
-        request: holds the output.
-        priority: higher ones go first, and take slots from lower ones.
-        deadline: on time.monotonic's clock; then it ends, wherever it is.
-        arrived: on the same clock, as are the next two.
-        admitted: when it got its first slot.
-        first: when its first token came.
-        finish_reason: "stop", "length", "cancelled", "deadline" or "error", once it has ended.
-        error: what was wrong with it.
-    """
-
-    request: Request
-    seq: int
-    length: int  # capacity of its class
-    priority: int = 0
-    deadline: float | None = None
-    arrived: float = field(default_factory=time.monotonic)
-    admitted: float | None = None
-    first: float | None = None
-    finish_reason: str | None = None
-    error: str | None = None
-    lane: Lane | None = None
-    seen: int = 0  # tokens that events have told of
-    alone: bool = False  # it was in a round that failed: it runs by itself, so that no other fails with it
-
-    def __lt__(self, other: Ticket) -> bool:
-        """Whose turn is first."""
-        return (-self.priority, self.seq) < (-other.priority, other.seq)
-
-
-@dataclass(frozen=True, eq=False)
-class Event:
-    """New tokens of a request, its end, or both."""
-
-    ticket: Ticket
-    tokens: list[int]
-    finish_reason: str | None = None
-    error: str | None = None
 
 
 class Engine:

@@ -161,13 +161,13 @@ def run_on_ray(
 
     if "://" in target:
         return _to_parts(answered, target)
-    mark = None if "://" in source else identity(source)[0]
+    mark, expected = (None, None) if "://" in source else identity(source)
     record = ray.get(ray.remote(_recorded).remote(where, settings, mark, ordered))
     with Output(target, record, ordered, overwrite, chunk) as out:
         if out.complete:
             return {**out.counts, "resumed": out.counts["rows"], "engine": None}
         before = out.counts["rows"]
-        with Progress(before, before, quiet) as progress:
+        with Progress(expected or before, before, quiet) as progress:
             for i, row in enumerate(answered(set(out.done), out.created).iter_rows()):
                 id = pickle.loads(row["id"])
                 progress.total = max(progress.total, i + 1)

@@ -6,7 +6,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
-from selfspec.serving.engine import Engine, Event, Ticket
+from selfspec.serving.engine import Engine
+from selfspec.serving.ticket import Event, Ticket
 from selfspec.session import Request
 
 End = BaseException | None

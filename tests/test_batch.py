@@ -17,9 +17,10 @@ import tiny_chat
 import torch
 
 from selfspec import SelfSpecModel, prompts
-from selfspec.serving import output, run_batch
+from selfspec.serving import appender, output, run_batch
+from selfspec.serving.appender import OutputError
 from selfspec.serving.batch import BatchOptions
-from selfspec.serving.output import Output, OutputError
+from selfspec.serving.output import Output
 from selfspec.serving.source import jobs
 
 CAP = BatchOptions({"max_new_tokens": 12}, slots=4)
@@ -302,7 +303,7 @@ class Disk:
 
     def __init__(self, monkeypatch, left):
         self.left, self.write = left, os.pwrite
-        monkeypatch.setattr(output.os, "pwrite", self)
+        monkeypatch.setattr(appender.os, "pwrite", self)
 
     def __call__(self, file, data, at):
         if not self.left:

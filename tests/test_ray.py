@@ -18,8 +18,8 @@ from selfspec.options import Chosen  # noqa: E402
 from selfspec.serving import run_batch  # noqa: E402
 from selfspec.serving.batch import BatchOptions  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
-SETTINGS = BatchOptions({"max_new_tokens": 24}, slots=4)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(800)]
+SETTINGS = BatchOptions({"max_new_tokens": 6}, slots=2)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     name = tiny_chat.save_model(folder / "m")
     adapter = tiny_chat.save_adapter(folder / "a", name)
-    rows = [{"id": f"r{i}", "prompt": f"w{i % 50} w{(7 * i) % 50}", "extra": i} for i in range(200)]
+    rows = [{"id": f"r{i}", "prompt": f"w{i % 50} w{(7 * i) % 50}", "extra": i} for i in range(48)]
     rows[5] = {"prompt": 3}
     rows[6]["temperature"] = 1.0
     rows[8]["id"] = "r7"
@@ -54,7 +54,7 @@ def kill_an_actor(target, killed):
     """SIGKILL one of the actors as soon as rows are there."""
     from ray.util.state import list_actors
 
-    end = time.monotonic() + 200
+    end = time.monotonic() + 600
     while time.monotonic() < end:
         if target.exists() and target.stat().st_size:
             alive = [a for a in list_actors(detail=True, limit=100) if a.state == "ALIVE" and "Map" in a.class_name]
@@ -74,7 +74,7 @@ def test_a_cluster_gives_the_output_of_one_process_though_an_actor_dies(cluster,
     thread.start()
     counts = run_on_ray(where, source, str(target), SETTINGS, actors=2, chunk=1, quiet=True)
     thread.join()
-    assert killed and counts["rows"] == 200 and counts["errors"] == 2
+    assert killed and counts["rows"] == 48 and counts["errors"] == 2
     assert target.read_bytes() == (folder / "one.jsonl").read_bytes()
     before = json.loads((folder / "many.jsonl.manifest.json").read_text())["settings"]
     assert before == json.loads((folder / "one.jsonl.manifest.json").read_text())["settings"]
@@ -96,7 +96,7 @@ def test_a_scheme_makes_part_files_with_the_same_rows(cluster, files):
     folder, where, source = files
     counts = run_on_ray(where, f"file://{source}", f"file://{folder}/parts", SETTINGS, quiet=True)
     parts = sorted((folder / "parts").iterdir())
-    assert counts["rows"] == 200 and len(parts) > 1
+    assert counts["rows"] == 48 and len(parts) > 1
     assert b"".join(p.read_bytes() for p in parts) == (folder / "one.jsonl").read_bytes()
     with pytest.raises(ValueError, match="holds files already"):
         run_on_ray(where, f"file://{source}", f"file://{folder}/parts", SETTINGS, quiet=True)
