@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--modes", default="ar,sequential,tree")
     parser.add_argument("--tree-nodes", type=int, default=32)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--exact", default="yes,no", help="which engines: yes, no")
     parser.add_argument("--control", type=int, default=16, help="prompts of Hugging Face generate, batch 8 against 1")
     parser.add_argument("--control-tokens", type=int, default=128)
     parser.add_argument("--json")
@@ -48,8 +49,19 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     sets = prompts.read_sets(args.prompts, None)
     some = [p for rows in zip(*(s[: args.limit] for s in sets.values())) for p in rows][: args.limit]
-    out, facts = [], None
-    for exact in (True, False):
+    out: list[dict] = []
+    facts: dict | None = None
+
+    def note(row: dict) -> None:
+        """Print a row and keep it, so that a run that is cut off leaves what it has."""
+        out.append(row)
+        shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items() if k != "first_difference"}
+        print(shown, flush=True)
+        if args.json:
+            data = {"setting": facts, "max_new_tokens": args.max_new_tokens, "runs": out}
+            Path(args.json).write_text(json.dumps(data, indent=1))
+
+    for exact in [word == "yes" for word in args.exact.split(",")]:
         model = SelfSpecModel.from_pretrained(args.model, args.adapter, getattr(torch, args.dtype), "cuda", exact=exact)
         facts = facts or options.setting(model)
         print(model.kernels, flush=True)
@@ -63,8 +75,7 @@ def main() -> None:
                 same = sum(a == b for a, b in zip(texts, truth, strict=True)) / len(ids)
                 first = [next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), -1) for a, b in zip(texts, truth)]
                 row = dict(exact=exact, mode=mode, batch=batch, prompts=len(ids), match=same, ms_per_token=ms, tau=tau)
-                out.append(row | {"first_difference": [f for f in first if f >= 0][:20]})
-                print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                note(row | {"first_difference": [f for f in first if f >= 0][:20]})
     hf = model.model
     if args.control:
         some_ids = ids[: args.control]
@@ -72,12 +83,7 @@ def main() -> None:
         parts = [some_ids[i : i + 8] for i in range(0, len(some_ids), 8)]
         eight = [t for part in parts for t in answers(hf, hf, part, args.control_tokens)]
         same = sum(a == b for a, b in zip(alone, eight, strict=True)) / len(alone)
-        row = dict(exact=False, mode="hf", batch=8, prompts=len(alone), match=same, tokens=args.control_tokens)
-        out.append(row)
-        print(row, flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"setting": facts, "max_new_tokens": args.max_new_tokens, "runs": out}, file, indent=1)
+        note(dict(exact=False, mode="hf", batch=8, prompts=len(alone), match=same, tokens=args.control_tokens))
 
 
 if __name__ == "__main__":

@@ -56,8 +56,7 @@ def main() -> None:
                     how = {} if not settings["do_sample"] else {"seed": i}
                     begin = time.perf_counter()
                     text = model.generate(
-                        [prompt], mode=mode, max_new_tokens=args.max_new_tokens, eos_token_id=None, pad_token_id=0,
-                        **settings, **how,
+                        [prompt], mode=mode, max_new_tokens=args.max_new_tokens, **settings, **how
                     )  # fmt: skip
                     spent += time.perf_counter() - begin - model.stats.seconds["prefill"]
                     made += text.shape[1] - len(prompt) - 1

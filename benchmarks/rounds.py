@@ -64,7 +64,7 @@ def context(model: SelfSpecModel, text: list[int], length: int, args) -> list[di
         row = dict(context=length, mode=mode, exact=model.exact, match=same, tokens=sum(map(len, texts)))
         row |= dict(seconds_end_to_end=seconds, tau=sum(r.stats.tokens for r in requests) / rounds)
         row["ms_per_round"] = (
-            1e3 * sum(r.stats.seconds[k] for r in requests for k in ("draft", "verify", "rest")) / rounds
+            1e3 * sum(r.stats.seconds[k] for r in requests for k in ("draft", "verify", "rest", "round")) / rounds
         )
         out.append(row)
         print(row, flush=True)

@@ -177,7 +177,7 @@ class Backbone(nn.Module):
         cache: KVCache | PrefixCache,
         tokens: Tensor | None = None,
         draft: DraftRows | None = None,
-        first: int = 0,
+        first: int | Tensor = 0,
         n_keys: int | None = None,
     ) -> Hidden:
         """One forward of the rows of a layout. Threads take turns.
@@ -187,7 +187,7 @@ class Backbone(nn.Module):
             cache: where keys and values live; bound to the layout here.
             tokens: [N, C] long, the clean rows' tokens.
             draft: the draft rows' inputs; required when D > 0, and then the backbone needs a mask path.
-            first: cache slot of the layout's first request.
+            first: cache slot of the layout's first request; see `KVCache.bind`.
             n_keys: K, when it is fixed by the caller instead of the lengths of the requests (see `KVCache.bind`).
 
         Returns:
@@ -202,7 +202,7 @@ class Backbone(nn.Module):
         cache: KVCache | PrefixCache,
         tokens: Tensor | None,
         draft: DraftRows | None,
-        first: int,
+        first: int | Tensor,
         n_keys: int | None,
     ) -> Hidden:
         c, n_keys = layout.n_clean, cache.bind(layout, first, n_keys)
@@ -210,6 +210,7 @@ class Backbone(nn.Module):
         rule = lower = self._rule(layout, n_keys)
         if 0 < c < layout.n_rows and entry:
             lower = self._rule(layout.clean(), n_keys)
+        rule.base = lower.base = cache.place.base
         x = self.embed(tokens) if c and tokens is not None else None  # [N, C, d]
         taps = [] if x is None or self.path is None else list(self.path.taps)
         states: dict[int, Tensor] = {} if x is None or 0 not in taps else {0: x}

@@ -24,6 +24,7 @@ class _Place:
 
     requests: Tensor | None = None  # [n, 1]
     slot: Tensor | None = None  # [n, R]
+    base: Tensor | None = None  # [1], the first request's slot where only the device knows it
     first: int = 0
     n: int = 0
     n_keys: int = 0
@@ -104,24 +105,30 @@ class KVCache:
         self.slots, self.capacity, self.tail = slots, capacity, tail
         size = capacity + tail
         # zeros, not empty: a masked slot's weight is 0, and 0 * nan is nan
-        keys = [torch.zeros(slots, h, size, d, dtype=dtype, device=device) for h, d, _ in shapes]
-        values = [torch.zeros(slots, h, size, d, dtype=dtype, device=device) for h, _, d in shapes]
+        wanted = [(h, d) for h, d, _ in shapes] + [(h, d) for h, _, d in shapes]  # keys of all layers, then values
+        # stores of one size are parts of one tensor, so that moving rows is one kernel and not one a layer
+        alike = {s: [i for i, w in enumerate(wanted) if w == s] for s in dict.fromkeys(wanted)}
+        pools = {
+            (h, d): torch.zeros(len(of), slots, h, size, d, dtype=dtype, device=device) for (h, d), of in alike.items()
+        }
+        self.pools = list(pools.values())  # each [stores, slots, Hkv, S, D]
+        self.stores = [pools[w][alike[w].index(i)] for i, w in enumerate(wanted)]
         self.place = _Place()
-        self.layers = [SlotLayer(self.place, k, v) for k, v in zip(keys, values)]
-        self.stores = keys + values
+        self.layers = [SlotLayer(self.place, *kv) for kv in zip(self.stores, self.stores[len(shapes) :])]
         self.lengths = [0] * slots  # committed positions, known to the host
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(t.numel() * t.element_size() for t in self.stores)
+        return sum(t.numel() * t.element_size() for t in self.pools)
 
-    def bind(self, layout: RowLayout, first: int = 0, n_keys: int | None = None) -> int:
+    def bind(self, layout: RowLayout, first: int | Tensor = 0, n_keys: int | None = None) -> int:
         """Point the next forward's writes behind each request's committed positions.
 
         Args:
             layout: the forward.
-            first: cache slot of the layout's first request; the others follow it.
+            first: cache slot of the layout's first request; the others follow it. A tensor [1] lets one graph serve
+                all slots; attention then gets every slot's keys and has to add it (`AttentionRule.base`).
             n_keys: K where the caller fixes it (a graph replays one K at many lengths): no row of a running request may
                 stand at or past it. None takes it from the lengths that the host knows.
 
@@ -132,7 +139,8 @@ class KVCache:
             ValueError: when a request or the forward's rows do not fit.
         """
         n, r = layout.n_requests, layout.n_rows
-        longest = max(self.lengths[first : first + n], default=0)
+        base, first, held = (first, 0, self.slots) if isinstance(first, Tensor) else (None, first, n)
+        longest = max(self.lengths[first : first + held], default=0)
         if n_keys is None:
             n_keys = longest + r
             fits = longest <= self.capacity and r <= self.tail
@@ -146,8 +154,8 @@ class KVCache:
         device = layout.positions.device
         slot = layout.start[:, None] + torch.arange(r, device=device)
         requests = torch.arange(first, first + n, device=device)[:, None]
-        self.place.requests, self.place.slot = requests, slot
-        self.place.first, self.place.n, self.place.n_keys = first, n, n_keys
+        self.place.requests, self.place.slot = requests if base is None else requests + base, slot
+        self.place.base, self.place.first, self.place.n, self.place.n_keys = base, first, held, n_keys
         return n_keys
 
     def commit(self, counts: list[int], first: int = 0) -> None:
@@ -161,9 +169,9 @@ class KVCache:
         assert slot is not None
         src = slot[:, :1] + rows
         dst = slot[:, :1] + torch.arange(rows.shape[1], device=rows.device)
-        for full in self.stores:
-            by_slot = full.transpose(1, 2)
-            by_slot[requests, dst] = by_slot[requests, src]  # gathered whole before it is written
+        for pool in self.pools:
+            by_slot = pool.transpose(2, 3)  # [stores, slots, S, Hkv, D]
+            by_slot[:, requests, dst] = by_slot[:, requests, src]  # gathered whole before it is written
 
     def move(self, sources: list[int], targets: list[int], ahead: int = 0) -> None:
         """Copy requests' committed positions to other slots, over what stood there; no slot may be in both lists.
@@ -176,15 +184,15 @@ class KVCache:
         length = max((self.lengths[s] for s in sources), default=0)
         if length:
             old, new = torch.tensor([sources, targets], device=self.stores[0].device)
-            for full in self.stores:
-                full[new, :, : length + ahead] = full[old, :, : length + ahead]
+            for pool in self.pools:
+                pool[:, new, :, : length + ahead] = pool[:, old, :, : length + ahead]
         for s, t in zip(sources, targets, strict=True):
             self.lengths[t] = self.lengths[s]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Give a slot the first committed positions of another."""
-        for full in self.stores:
-            full[target, :, :length] = full[source, :, :length]
+        for pool in self.pools:
+            pool[:, target, :, :length] = pool[:, source, :, :length]
         self.lengths[target] = length
 
     def crop(self, length: int, slot: int = 0) -> None:

@@ -43,7 +43,14 @@ class Frame:
 
 
 def prefill(
-    backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, counts: Tensor, width: int
+    backbone: Backbone,
+    cache: KVCache,
+    slots: Slots,
+    frame: Frame,
+    counts: Tensor,
+    base: Tensor | None = None,
+    *,
+    width: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the next positions of some prompts. Nothing is committed: `start` stays where it is.
 
@@ -53,15 +60,20 @@ def prefill(
         slots: of the requests.
         frame: which of them.
         counts: [n] long, positions to run of each, from its start on; at most width.
+        base: [1] long, slot of the first request, instead of the frame's; see `KVCache.bind`.
         width: rows of the forward.
 
     Returns:
         [n, d] hidden state of each one's last position, and its features [n, F] where the mask path wants them.
     """
-    start = slots.start[frame.span]
+    start, text = slots.start[frame.span], slots.text[frame.span]
+    if base is not None:
+        which = base + torch.arange(frame.n, device=base.device)
+        start, text = slots.start[which], slots.text[which]
     at = start[:, None] + torch.arange(width, device=start.device)
-    ids = slots.text[frame.span].gather(1, at.clamp(max=slots.text.shape[1] - 1))
-    hidden = backbone(rows.chain(start, width), cache, ids, first=frame.first, n_keys=frame.n_keys)
+    ids = text.gather(1, at.clamp(max=text.shape[1] - 1))
+    first = frame.first if base is None else base
+    hidden = backbone(rows.chain(start, width), cache, ids, first=first, n_keys=frame.n_keys)
     last = (counts - 1).clamp(min=0)
     return _at(hidden.clean, last), None if hidden.taps is None else _at(hidden.taps, last)
 

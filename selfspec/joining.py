@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -65,10 +66,13 @@ class Joining:
             if self.graphs.enabled:
                 width = min(max(NARROWEST, 1 << (width - 1).bit_length()), self.cache.tail)
             place = frame(first, len(run), width)
-            prefill = partial(decode.prefill, self.backbone, self.cache, self.slots, place, width=width)
-            count = torch.tensor(counts, device=self.backbone.device)
-            last, taps = self.graphs(("prefill", place, width), prefill, count)
-            self.slots.start[place.span] += count
+            inputs = [torch.tensor(counts, device=self.backbone.device)]
+            if self.graphs.enabled and self.backbone.backend == "triton":  # one graph for all slots
+                inputs.append(torch.tensor([first], device=self.backbone.device))
+            where = replace(place, first=0) if len(inputs) > 1 else place
+            prefill = partial(decode.prefill, self.backbone, self.cache, self.slots, where, width=width)
+            last, taps = self.graphs(("prefill", where, width), prefill, *inputs)
+            self.slots.start[place.span] += inputs[0]
         self.cache.commit(counts, first)
         through = [i for i, r in enumerate(run) if lengths[first + i] == goal(r)]
         fresh = [i for i in through if not run[i].output]
@@ -104,6 +108,8 @@ class Joining:
                 break
             run.append(r)
             width = wider
+        if self.graphs.enabled:  # few sizes, so that graphs are seen again
+            run = run[: 1 << (len(run).bit_length() - 1)]
         return run, width
 
 

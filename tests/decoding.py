@@ -58,7 +58,9 @@ class Rounds:
         self.body, self.cache = body, body.new_cache(1, capacity, 40)
         self.slots, self.frame = Slots(1, capacity, body.device), Frame(0, 1)
         self.slots.put(0, prompt, 0, len(prompt), 0)
-        last, _ = decode.prefill(body, self.cache, self.slots, self.frame, torch.tensor([len(prompt)]), len(prompt))
+        last, _ = decode.prefill(
+            body, self.cache, self.slots, self.frame, torch.tensor([len(prompt)]), width=len(prompt)
+        )
         self.slots.start[0] = self.cache.lengths[0] = len(prompt)
         self.slots.text[0, len(prompt)] = int(body.logits(last[:, None]).argmax())
         self.slots.left[0] = capacity - len(prompt) - 1

@@ -240,7 +240,7 @@ FAULTS = {
         overlap_is_exact, "selfspec.backbone.RoutedLinear.forward", adapter_on_everywhere
     ),
     "adapter on in prefill": Fault(text_is_exact, "selfspec.backbone.RoutedLinear.forward", adapter_on_everywhere),
-    "everything accepted": Fault(text_is_exact, "selfspec.verify.greedy.walk", everything_accepted),
+    "everything accepted": Fault(text_is_exact, "selfspec.choose.walk", everything_accepted),
     "features of the last row": Fault(
         features_are_of_the_last_committed_row, "selfspec.decode._at", last_of_the_forward
     ),

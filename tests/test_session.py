@@ -240,3 +240,19 @@ def test_keys_are_read_as_far_as_a_round_ahead_may_reach():
     with mock.patch("selfspec.session.KEYS", 8):
         run(session, [Request((PROMPT * 2)[:14], 40), Request(PROMPT, 12)])
     assert len(seen) > 10 and all(seen)
+
+
+def test_one_prefill_graph_serves_all_slots():
+    """Requests that join in different slots replay the same captured prefill; the slot is an input of the graph."""
+    model, graphs = model_of(dtype=torch.float32), Replayed()
+    body = Backbone(model, backend="triton")
+    prompts = [PROMPT, [5, 8, 2, 5], [13, 2, 9], [1] * 9]
+    session = Session(body, Plan("ar", 1), 4, 40, graphs=graphs)
+    requests = [Request(p, 4) for p in prompts]
+    for r in requests:  # each joins while the last ones run
+        session.add([r])
+        session.step()
+    run(session, [])
+    assert outputs(requests) == reference(model, prompts, 4)
+    assert len({k for k in graphs.keys if k[0] == "prefill"}) == 1
+    assert len([k for k in graphs.keys if k[0] == "prefill"]) == 4

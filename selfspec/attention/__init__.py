@@ -77,6 +77,7 @@ class AttentionRule:
 
     Attributes:
         window: stands in for the window that a layer asks for, where its model says so in the mask alone.
+        base: [1] long, slot of the first request, where keys and values are those of all slots (triton only).
         kernel: options of FlexAttention's kernels, or None.
     """
 
@@ -85,6 +86,7 @@ class AttentionRule:
     def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa", asked: list[int | None] | None = None):
         self.layout, self.n_keys, self.backend, self.asked = layout, n_keys, backend(name), asked
         self.window: int | None = None
+        self.base: Tensor | None = None
         self._masks: dict[int | None, Tensor] = {}
         self._blocks: dict[int | None, Any] = {}
         self._compact: Compact | None = None

@@ -25,16 +25,19 @@ CHUNK = 16  # stretches that are combined at a time
     do_not_specialize=["n_rows", "n_clean", "n_draw", "n_splits", "n_keys", "tails", "window", "spn", "sln", "slr"]
 )
 def _partial(
-    q, k, v, start, position, limit, seen, path, acc_out, max_out, sum_out,
+    q, k, v, start, position, limit, seen, path, base, acc_out, max_out, sum_out,
     sqn, sqh, sqr, skn, skh, skt, svn, svh, svt, spn, sln, slr,
     n_rows, n_clean, n_draw, n_splits, n_keys, tails, scale, softcap, window,
     HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DRAFT: tl.constexpr, TREE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DRAFT: tl.constexpr, TREE: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised attention of one stretch of slots: weighted values, running maximum and sum of every row."""
     pid, item = tl.program_id(0), tl.program_id(1)
     n, hk = (pid // HKV).to(tl.int64), (pid % HKV).to(tl.int64)
+    kv = n
+    if BASE:
+        kv += tl.load(base)
     first = tl.load(start + n).to(tl.int32)
     m = (item // n_splits) * BLOCK_M + tl.arange(0, BLOCK_M)  # rows of the group's heads, one after another
     live = m < n_draw
@@ -82,7 +85,7 @@ def _partial(
             ancestor = tl.load(line + row, (row >= 0) & (row < tl.where(alone, n_clean, 0)), -1).to(tl.int32)
             slot = tl.where(ancestor >= 0, first + ancestor, t)
         at = slot.to(tl.int64)[:, None]
-        keys = tl.load(k + n * skn + hk * skh + at * skt + d, here[:, None] & (d < D), 0.0)
+        keys = tl.load(k + kv * skn + hk * skh + at * skt + d, here[:, None] & (d < D), 0.0)
         # a compiler hands Python floats over as float64, Triton itself as float32
         scores = (tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale).to(tl.float32)
         if SOFTCAP:
@@ -106,7 +109,7 @@ def _partial(
         weights = tl.exp(scores - safe[:, None])
         shrink = tl.exp(top - safe)
         total = total * shrink + tl.sum(weights, 1)
-        values = tl.load(v + n * svn + hk * svh + at * svt + dv, here[:, None] & (dv < DV), 0.0)
+        values = tl.load(v + kv * svn + hk * svh + at * svt + dv, here[:, None] & (dv < DV), 0.0)
         acc = acc * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = new
     out = ((n * HKV * G + h) * n_rows + r) * n_splits + split
@@ -196,12 +199,14 @@ def attention(
     _partial[(n * hkv, items)](
         query, key, value, compact.start, compact.positions, limit,
         none if compact.seen is None else compact.seen, none if compact.path is None else compact.path,
+        none if rule.base is None else rule.base,
         acc, high, total, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         compact.positions.stride(0), *limit.stride(),
         r, c, g * r, n_splits, n_keys, tails, scale, softcap or 0.0, window or 0,
         HKV=hkv, G=g, D=d, DV=dv, BD=bd, BDV=bdv, BLOCK_M=BLOCK_M, BLOCK=BLOCK_N, STRETCH=SPLIT,
         WINDOW=window is not None, SOFTCAP=softcap is not None,
-        DRAFT=compact.seen is not None, TREE=compact.path is not None, enable_fp_fusion=False,
+        DRAFT=compact.seen is not None, TREE=compact.path is not None, BASE=rule.base is not None,
+        enable_fp_fusion=False,
     )  # fmt: skip
     _combine[(n * h * r,)](
         acc, high, total, query if sinks is None else sinks, compact.start, out, r, n_splits,
