@@ -215,7 +215,7 @@ class PrefixCache:
         """From now on the recorded prefix is read, and rows are appended to it."""
         self.place.recording = False
 
-    def bind(self, layout: RowLayout, first: int = 0, n_keys: int | None = None) -> int:
+    def bind(self, layout: RowLayout, first: int | Tensor = 0, n_keys: int | None = None) -> int:
         """Returns K: the rows alone while recording, afterwards the prefix and the rows."""
         recorded = 0 if self.place.recording else next(c.keys.shape[2] for c in self.layers if c.keys is not None)
         return recorded + layout.n_rows

@@ -268,8 +268,8 @@ class Engine:
             while lane.free and len(self.running) < self.slots and (ticket := self._next(lane)):
                 events += self._start(ticket, lane)
         for head in self._heads():  # only those of higher priority than something that runs get any further
-            while (ticket := self._head(head.length)) and (lane := self._room(ticket)):
-                events += self._start(ticket, lane)
+            while (ticket := self._head(head.length)) and (room := self._room(ticket)):
+                events += self._start(ticket, room)
         return events
 
     def _next(self, lane: Lane) -> Ticket | None:
