@@ -14,6 +14,7 @@ import torch
 
 from selfspec.backbone import Backbone
 from selfspec.joining import CHUNK
+from selfspec.plan import Plan
 from selfspec.plan.planner import Policy
 from selfspec.session import Request, Session, fitting
 
@@ -83,9 +84,10 @@ class Lane:
         self.running, self.session = [], None
 
 
-def slot_bytes(backbone: Backbone, plan: Policy, capacity: int) -> int:
+def slot_bytes(backbone: Backbone, plan: Plan | Policy, capacity: int) -> int:
     """Bytes of one slot of a session's cache: its positions, and the rows of a running forward behind them."""
-    return position_bytes(backbone) * (capacity + max(*(p.rows for p in plan.plans), min(CHUNK, capacity)))
+    plans = [plan] if isinstance(plan, Plan) else plan.plans
+    return position_bytes(backbone) * (capacity + max(*(p.rows for p in plans), min(CHUNK, capacity)))
 
 
 def position_bytes(backbone: Backbone) -> int:

@@ -15,9 +15,9 @@ from selfspec.sampling import Pipeline
 from selfspec.session import Request
 
 ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-OWN = {"seed", "presence_penalty", "frequency_penalty", "stop"}
+EXTRAS = ("seed", "presence_penalty", "frequency_penalty", "response_format")  # what generate takes beside its settings
 PARAMETERS = {k for k in vars(GenerationConfig()) if not k.startswith("_")} - {"transformers_version"}
-PARAMETERS |= {*ALIASES, *OWN}
+PARAMETERS |= {*ALIASES, *EXTRAS, "stop"}
 WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size"}
 # fields that turn greedy decoding into sampling where a row sets them
 DRAWING = {"temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
@@ -103,7 +103,7 @@ class Builder:
         """
         taken = {ALIASES.get(k, k) for k, v in params.items() if v is not None}
         fields = checked({**{k: v for k, v in self.defaults.items() if ALIASES.get(k, k) not in taken}, **params})
-        own = {k: fields.pop(k, None) for k in ("seed", "presence_penalty", "frequency_penalty")}
+        own = {k: fields.pop(k, None) for k in EXTRAS}
         cap = self._cap(len(prompt), fields, "max_new_tokens" in taken)
         model = self.model
         config = settings.merge(model.model.generation_config, None, {**fields, "max_new_tokens": cap})
