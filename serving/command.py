@@ -15,10 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from selfspec import check, options
+from selfspec import options
 from selfspec.options import FAST, Chosen, MaxNewTokens, Mode, System, chosen, load_model
 from selfspec.serving.appender import OutputError
-from selfspec.serving.batch import BatchOptions, run_batch
 from selfspec.terminal import refuse, refusing, say
 
 
@@ -55,6 +54,9 @@ def batch(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress and no summary.")] = False,
 ) -> int:
     """Answer every row of a file. Can be killed at any time and started again with the same command."""
+    from selfspec import check
+    from selfspec.serving.batch import BatchOptions, run_batch
+
     names = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     params: dict[str, Any] = {k: v for k, v in {**names, "stop": stop or None}.items() if v is not None}
     settings = BatchOptions(

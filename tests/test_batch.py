@@ -86,14 +86,16 @@ def test_stop_ends_an_answer_and_is_not_part_of_it(tmp_path):
     model = SelfSpecModel(build("Llama", torch.float32), None, words())
     whole = text(model, model.tokenizer("abc").input_ids)
     rows = [{"id": k, "prompt": "abc", k: whole[3:5]} for k in ("stop", "stop_strings")]
+    rows.append({"id": "two", "prompt": "abc", "stop": [whole[3:5], whole[2:5]]})  # both end at the same letter
     out = run(model, rows, tmp_path)
     at = whole.index(whole[3:5])
     assert len(whole) == 12 and out["stop"]["finish_reason"] == "stop"
     assert out["stop"]["text"] == whole[:at] and out["stop_strings"]["text"] == whole[: at + 2]
+    assert out["two"]["text"] == whole[: min(at, whole.index(whole[2:5]))]
 
 
 def test_sampled_rows_do_not_depend_on_their_neighbours(model, tmp_path):
-    rows = [{"id": i, "prompt": f"w{i} w3", "temperature": 1.0} for i in range(9)]
+    rows = [{"id": i, "prompt": "w1 w3", "temperature": 1.0} for i in range(9)]
     many = run(model, rows, tmp_path)
     few = run(model, rows[::2], tmp_path, BatchOptions(CAP.params, slots=1, mode="ar"), out="few.jsonl")
     assert all(many[i] == few[i] for i in few) and len({r["text"] for r in many.values()}) > 5
@@ -271,6 +273,17 @@ def test_a_file_cut_at_any_byte_is_completed(tmp_path, name, ordered):
         assert got.startswith(kept) and sorted(got.splitlines()) == sorted(plain.splitlines())
         assert not ordered or got == plain
         assert not path.with_name(path.name + ".waiting").exists()
+
+
+def test_rows_that_wait_for_an_earlier_one_are_not_lost(tmp_path):
+    path, rows = tmp_path / "o.jsonl", rows_of(9)
+    with Output(path, {}) as out:
+        for i in (3, 1, 2):
+            out.put(i, i, rows[i][1])
+    assert path.read_bytes() == b""
+    with Output(path, {}) as out:
+        assert out.done == {1, 2, 3}
+    assert write(path, rows, range(9)) == 6 and path.read_bytes() == b"".join(r for _, r in rows)
 
 
 def _plain(path):
