@@ -57,8 +57,8 @@ def test_one_report_holds_every_setting(tmp_path, model, adapter):
 def test_all_modes_are_those_that_the_adapter_can_run(model, adapter):
     """The adapter was trained with a known bonus only: it cannot overlap."""
     drafting = SelfSpecModel.from_pretrained(model, adapter)
-    assert bench.possible(drafting, options.FAST) == ["ar", "lookup", "sequential", "tree"]
-    assert bench.possible(SelfSpecModel.from_pretrained(model, None), options.FAST) == ["ar", "lookup"]
+    assert bench.possible(drafting, options.FAST) == ["ar", "lookup", "sequential", "tree", "auto"]
+    assert bench.possible(SelfSpecModel.from_pretrained(model, None), options.FAST) == ["ar", "lookup", "auto"]
 
 
 def test_slots_stay_full_from_the_queue(model):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import PROMPT, backbone, model_of, path_of
 
-from selfspec import decode, rows
+from selfspec import rows
 from selfspec.backbone import MASK
 from selfspec.draft import DraftTree
 from selfspec.draft.block import propose
@@ -161,10 +161,12 @@ def test_kept_groups_draft_what_they_would_among_all():
     logits = propose(body, cache, state.anchor, state.start, B, body.path.config)
     tree = best_first(state.anchor, logits, 6)
     clean = rows.tree(state.start, tree.parents)
-    layout, inputs = attach(clean, hidden(torch.arange(7).expand(2, -1)), B)
+    every = hidden(torch.arange(7).expand(2, -1))
+    layout, inputs = attach(clean, every, B)
     out = body(layout, cache, tree.tokens, inputs)
     accepted = greedy(tree, body.logits(out.clean))
-    want = decode.saved_draft(body, accepted, out, B, body.path.config)
+    want, there = saved(body, out.draft, every, accepted.last, accepted.bonus, body.path.config)
+    assert there.all()
     other = (accepted.last + 1) % tree.n_nodes
     for nodes, hits in ((torch.stack([other, accepted.last], 1), True), (other[:, None], False)):
         groups = hidden(nodes)
