@@ -246,17 +246,18 @@ class Backbone(nn.Module):
             states[self.n_layers] = x[:, :c]
         return Hidden(x[:, :c], x[:, c:], torch.cat([states[t] for t in taps], -1) if taps else None)
 
-    def hasten(self, exact: bool = False) -> str:
+    def hasten(self, exact: bool = False, packed: dict[int, nn.Module] | None = None) -> str:
         """Decode with the fastest kernels there are here; training must not follow.
 
         Args:
             exact: see `fuse`.
+            packed: see `pack`.
 
         Returns:
             Which kernels run, and why not the others.
         """
         said = self.fuse(exact) if exact or self.backend == "triton" else "torch's own kernels"
-        self.pack()
+        self.pack(packed)
         return said
 
     def compile(self, **options) -> None:
@@ -291,15 +292,19 @@ class Backbone(nn.Module):
             return f"fused nothing: {error}"
         return fuse(self, exact)
 
-    def pack(self) -> None:
+    def pack(self, done: dict[int, nn.Module] | None = None) -> None:
         """Lay weights out for fast decoding, where that helps (bfloat16 on a CPU). Training must not follow.
 
         The user's model keeps its own weights; changes to them are not seen any more.
+
+        Args:
+            done: what other backbones of the model have packed already, and these share; it grows.
         """
+        done = {} if done is None else done
         size = sum(p.numel() * p.element_size() for p in {*self.layers.parameters(), *self.head.parameters()})
         if packable(self.device, self.dtype, size):
-            pack(self.layers)
-            pack(self.head)
+            pack(self.layers, done)
+            pack(self.head, done)
 
     def new_cache(self, slots: int, capacity: int, tail: int) -> KVCache:
         """An empty cache for this model: `slots` requests of `capacity` positions, `tail` rows a forward."""

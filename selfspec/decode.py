@@ -80,7 +80,7 @@ def prefill(
 
 def draft(backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path, passes: int = 1) -> Tensor:
     """Marginals of the size - 1 positions after the anchors, from one draft pass or a loop. [n, size - 1, V] logits"""
-    features = None if slots.features is None else slots.features[: frame.n]
+    features = slots.features[: frame.n] if backbone.n_features and slots.features is not None else None
     anchor, start = slots.anchor(frame.n), slots.start[: frame.n]
     if passes > 1:
         return loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes).logits

@@ -132,7 +132,7 @@ def run(
         limit = loaded.backbone.max_positions
         if limit is not None and len(ids) + max_new_tokens > limit:
             raise ValueError(f"a prompt of {len(ids)} tokens and {max_new_tokens} new ones exceed {limit} positions")
-    found = explained(loaded, planner_for(loaded.backbone, seconds=seconds), ids, max_new_tokens)
+    found = explained(loaded, planner_for(loaded.bodies, seconds=seconds), ids, max_new_tokens)
     if as_json:
         print(json.dumps(found, indent=1))
     else:

@@ -36,7 +36,7 @@ class SelfSpecModel:
 
     Args:
         model: a decoder-only causal LM of transformers; nothing on it is changed.
-        path: its mask path; None leaves plain decoding and prompt lookup.
+        path: its mask path, or several that share the model; None leaves plain decoding and prompt lookup.
         tokenizer: used by the command line and chat, by `generate` only for prompts that are strings.
         exact: also in half precision every token is the one that this engine's plain decoding of the prompt alone
             gives, whatever the batch, mode and block size. Dense Llama, Qwen2, Qwen3 and Mistral models on CUDA.
@@ -51,13 +51,20 @@ class SelfSpecModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, path: MaskPathModel | None = None, tokenizer: Any = None, exact: bool = False
+        self,
+        model: PreTrainedModel,
+        path: MaskPathModel | Sequence[MaskPathModel] | None = None,
+        tokenizer: Any = None,
+        exact: bool = False,
     ):
-        if path is not None:
-            _follow(model, path)
-        self.model, self.path, self.tokenizer, self.exact = model, path, tokenizer, exact
-        self.backbone = Backbone(model, path, best(model.device, model.dtype))
-        self.kernels = self.backbone.hasten(exact)
+        paths = [] if path is None else [path] if isinstance(path, torch.nn.Module) else [*path]
+        for one in paths:
+            _follow(model, one)
+        self.model, self.path, self.tokenizer, self.exact = model, paths[0] if paths else None, tokenizer, exact
+        backend, packed = best(model.device, model.dtype), {}  # type: ignore[var-annotated]
+        self.bodies = [Backbone(model, p, backend, verify=not i) for i, p in enumerate(paths or [None])]
+        self.backbone = self.bodies[0]
+        self.kernels, *_ = [body.hasten(exact, packed) for body in self.bodies]
         log.info("%s: %s", type(model).__name__, self.kernels)
         self.stats = Stats()
         self.request_stats: list[Stats] = []
@@ -68,7 +75,7 @@ class SelfSpecModel:
     def from_pretrained(
         cls,
         name: str | Path,
-        adapter: str | Path | None = "auto",
+        adapter: str | Path | Sequence[str | Path] | None = "auto",
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         finetuned_base: bool = False,
@@ -78,7 +85,8 @@ class SelfSpecModel:
 
         Args:
             name: a local folder, a hub name, a `.gguf` file or an embedded model (`selfspec.hub.load`).
-            adapter: a folder, the name of a shipped adapter, "auto" for the shipped one that fits, None for none.
+            adapter: a folder, the name of a shipped adapter, "auto" for the shipped one that fits, None for none; or
+                several, which share the model: plans name them by their place, and mode="auto" chooses among them.
             dtype: of the weights.
             device: where to put them.
             finetuned_base: accept a model whose weights differ from those the adapter was trained on.
@@ -89,18 +97,21 @@ class SelfSpecModel:
             UnsupportedModel: the model cannot decode speculatively.
         """
         model, tokenizer = hub.load_model(str(name), dtype, device), hub.load_tokenizer(str(name))
-        found = io.shipped_for(model) if adapter == "auto" else adapter
-        path = None if found is None else io.load(found, model, finetuned_base)
-        return cls(model, path, tokenizer, exact)
+        names = [adapter] if adapter is None or isinstance(adapter, str | Path) else [*adapter]
+        found = [io.shipped_for(model) if name == "auto" else name for name in names]
+        paths = [io.load(one, model, finetuned_base) for one in found if one is not None]
+        return cls(model, paths, tokenizer, exact)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the adapter (never the base model) to a folder.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is none, or there are several.
         """
         if self.path is None:
             raise ValueError("this model has no adapter to save")
+        if len(self.bodies) > 1:
+            raise ValueError(f"this model has {len(self.bodies)} adapters; load the one to save by itself")
         io.save(self.path, folder, self.model)
 
     def generate(
@@ -282,7 +293,7 @@ class SelfSpecModel:
             limit = self.backbone.max_positions or capacity
             capacity = max(capacity, min(limit, -(-capacity // ROUND_UP) * ROUND_UP))
         slots = min(slots or fitting(self.backbone, capacity), len(requests))
-        return Session(self.backbone, policy, slots, capacity, verify)
+        return Session(self.bodies, policy, slots, capacity, verify)
 
     def policy(
         self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16, verify: str = "coupled"
@@ -297,21 +308,26 @@ class SelfSpecModel:
         if block_size is not None:
             raise ValueError(f"block_size={block_size}: with mode='auto' the planner chooses it")
         if verify not in self._planners:
-            self._planners[verify] = planner_for(self.backbone, verify)
+            self._planners[verify] = planner_for(self.bodies, verify)
         return self._planners[verify]
 
-    def plan(self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16) -> Plan:
-        """The fixed plan that these choices stand for.
+    def plan(
+        self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16, adapter: int = 0
+    ) -> Plan:
+        """The fixed plan that these choices stand for; `adapter` counts those that are loaded.
 
         Raises:
             ValueError: a plan that drafts, and no adapter.
         """
         if mode is None:
             mode = "lookup" if self.path is None else "sequential"
+        if not 0 <= adapter < len(self.bodies):
+            raise ValueError(f"adapter={adapter}: {len(self.bodies)} are loaded, counted from 0")
+        path = getattr(self.bodies[adapter].path, "config", None)
         if block_size is None:
-            block_size = LOOKUP_BLOCK if self.path is None or mode == "lookup" else self.path.config.block_size
-        plan = Plan(mode, block_size, tree_nodes)
-        plan.require(getattr(self.path, "config", None))
+            block_size = LOOKUP_BLOCK if path is None or mode == "lookup" else path.block_size
+        plan = Plan(mode, block_size, tree_nodes, adapter=adapter)
+        plan.require(path)
         return plan
 
     def _one_input(

@@ -42,8 +42,14 @@ def packable(device: torch.device, dtype: torch.dtype, nbytes: int) -> bool:
     return device.type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and known and fits
 
 
-def pack(module: nn.Module) -> None:
-    """Put a `PackedLinear` in the place of every Linear, and of every whole copy of one, below a shadow module."""
+def pack(module: nn.Module, done: dict[int, nn.Module] | None = None) -> None:
+    """Put a `PackedLinear` in the place of every Linear, and of every whole copy of one, below a shadow module.
+
+    Args:
+        module: changed in place.
+        done: what was packed already, by the place of its weight: backbones of one model share it.
+    """
+    done = {} if done is None else done
     for name, child in module._modules.items():
         if child is None:
             continue
@@ -51,6 +57,9 @@ def pack(module: nn.Module) -> None:
         # a mask path's whole copy (`CopyDelta`) stands in for a Linear, and says so
         if (type(child) is nn.Linear or getattr(child, "is_linear", False)) and isinstance(weight, Tensor):
             bias = child.bias
-            module._modules[name] = PackedLinear(weight, bias if isinstance(bias, Tensor) else None)
+            key = weight.data_ptr()
+            if key not in done:
+                done[key] = PackedLinear(weight, bias if isinstance(bias, Tensor) else None)
+            module._modules[name] = done[key]
         else:
-            pack(child)
+            pack(child, done)

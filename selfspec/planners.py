@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from selfspec.backbone import Backbone
 from selfspec.choose import Chooser
 from selfspec.plan import Plan, menu
@@ -15,20 +17,22 @@ MOST_NODES = 64  # of a tree; wider ones cost more than they bring at every meas
 
 
 def planner_for(
-    backbone: Backbone, verify: str = "coupled", table: LatencyTable | None = None, seconds: float = 10.0
+    bodies: Sequence[Backbone], verify: str = "coupled", table: LatencyTable | None = None, seconds: float = 10.0
 ) -> Planner:
     """A planner over what can be done.
 
     Args:
-        backbone: with or without a mask path.
+        bodies: a backbone for each adapter, all of one model.
         verify: how drawn tokens are verified.
         table: the latency table; by default the stored one, or one measured now.
         seconds: time budget of that measurement.
     """
-    path = getattr(backbone.path, "config", None)
-    paths = [] if path is None else [path]
+    paths = [c for b in bodies if (c := getattr(b.path, "config", None)) is not None]
     plans = [p for p in menu(paths, MODES) if p.tree_nodes <= MOST_NODES and _takes(verify, p)]
-    table = table or table_for(backbone, seconds=seconds)
+    if table is None:
+        table, *others = (table_for(body, seconds=seconds / len(bodies)) for body in bodies)
+        for other in others:
+            table = table.merged(other.points)
     return Planner(Costs(table, tuple(p.entry for p in paths) or (0,)), plans, split=False)
 
 

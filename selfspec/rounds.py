@@ -31,23 +31,23 @@ class Rounds:
     """What all rounds of a session share.
 
     Attributes:
-        backbone: with a mask path if a plan drafts.
+        bodies: a backbone for each adapter, all of one model; of any of them the clean rows are the same.
         cache: of the requests.
         slots: of the requests.
         chooser: of drafts.
         fixed: shapes may not depend on data, as in a CUDA graph.
     """
 
-    backbone: Backbone
+    bodies: list[Backbone]
     cache: KVCache
     slots: Slots
     chooser: Chooser
     fixed: bool
 
-    @property
-    def config(self) -> Any:
-        """Of the mask path, or None."""
-        return getattr(self.backbone.path, "config", None)
+    @staticmethod
+    def config(body: Backbone) -> Any:
+        """Of its mask path, or None."""
+        return getattr(body.path, "config", None)
 
     def play(
         self,
@@ -73,7 +73,8 @@ class Rounds:
         Returns:
             [n, 2 + depth] long: `decode.settle`'s, and whether the verification has drafted for the next round.
         """
-        backbone, slots = self.backbone, self.slots
+        slots = self.slots
+        backbone = self.bodies[plan.adapter] if plan.overlap else verifier_of(self.bodies)
         tree, likely = self._candidates(plan, frame, size, redraft, requests, run)
         if clock is not None:
             clock.lap("draft")
@@ -88,7 +89,9 @@ class Rounds:
             (tokens, *how), which = inputs[: len(parts)], inputs[len(parts) :]
             candidates = DraftTree(tokens, how[0] if how else None, paths=how[1] if how else None)
             hang = (Groups(*which), plan.block_size) if which else None
-            return decode.verify(backbone, self.cache, slots.start[: frame.n], candidates, frame, hang, self.config)
+            return decode.verify(
+                backbone, self.cache, slots.start[: frame.n], candidates, frame, hang, self.config(backbone)
+            )
 
         hidden = run(("verify", frame, plan, shapes), forward, *parts, *hung)
         logits = backbone.logits(hidden.clean)  # [n, M, V]
@@ -116,10 +119,10 @@ class Rounds:
         if not plan.drafts or size == 1:
             return DraftTree(anchor[:, None]), None
         if redraft:
-            draft = partial(decode.draft, self.backbone, self.cache, slots, frame, size, self.config)
-            logits = run(
-                ("draft", frame, size, plan.loop, plan.passes), partial(draft, plan.passes if plan.loop else 1)
-            )
+            body = self.bodies[plan.adapter]
+            draft = partial(decode.draft, body, self.cache, slots, frame, size, self.config(body))
+            passes = plan.passes if plan.loop else 1
+            logits = run(("draft", plan.adapter, frame, size, passes), partial(draft, passes))
         else:
             assert slots.saved is not None
             logits = slots.saved[:n, : size - 1]
@@ -148,14 +151,26 @@ class Rounds:
 
     def _save(self, n: int, plan: Plan, groups: Groups, accepted: Accepted, draft: Tensor) -> Tensor:
         """Keep the draft of the end that came. Returns where there is one, [n] bool."""
-        slots, path = self.slots, self.backbone.path
+        slots, body = self.slots, self.bodies[plan.adapter]
         assert slots.saved is not None
-        heads = getattr(path, "heads", None)
-        fix = partial(calibrated, heads, self.backbone) if heads is not None and "calibrator" in heads else None
-        logits, hit = overlap.saved(self.backbone, draft, groups, accepted.last, accepted.bonus, self.config, fix)
+        heads = getattr(body.path, "heads", None)
+        fix = partial(calibrated, heads, body) if heads is not None and "calibrator" in heads else None
+        logits, hit = overlap.saved(body, draft, groups, accepted.last, accepted.bonus, self.config(body), fix)
         slots.saved[:n, : plan.block_size - 1] = logits
         slots.ready[:n] = hit
         return hit
+
+
+def verifier_of(bodies: list[Backbone]) -> Backbone:
+    """The one whose forwards also note the features that some adapter reads of the last position.
+
+    Raises:
+        ValueError: several adapters read features.
+    """
+    readers = [b for b in bodies if b.n_features]
+    if len(readers) > 1:
+        raise ValueError("of the adapters loaded together only one may read features (taps) of the last position")
+    return readers[0] if readers else bodies[0]
 
 
 def plainly(key: Any, fn: Callable[..., Any], *inputs: Tensor) -> Any:

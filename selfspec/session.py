@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from selfspec.plan import Plan
 from selfspec.plan.planner import Assignment, Fixed, Policy, View
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
-from selfspec.rounds import Rounds, plainly
+from selfspec.rounds import Rounds, plainly, verifier_of
 from selfspec.slots import Slots
 
 __all__ = ["Request", "Session", "fitting"]
@@ -51,7 +51,7 @@ class Session:
     With CUDA graphs a round is started before the host has read the one before, so that the device never waits.
 
     Args:
-        backbone: with a mask path if a plan drafts.
+        backbone: with a mask path if a plan drafts; or one for each adapter, all of one model.
         policy: what rounds do: a plan for all of them, or what chooses one before each.
         slots: requests at a time.
         capacity: positions per request (prompt and answer).
@@ -66,7 +66,7 @@ class Session:
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: Backbone | Sequence[Backbone],
         policy: Plan | Policy,
         slots: int,
         capacity: int,
@@ -74,9 +74,10 @@ class Session:
         graphs: bool | Graphs = True,
         reuse: bool = False,
     ):
-        self.backbone = backbone
+        bodies = [backbone] if isinstance(backbone, Backbone) else list(backbone)
+        self.bodies = bodies
+        self.backbone = backbone = verifier_of(bodies)
         self.chooser = Chooser(verify)
-        self.config = getattr(backbone.path, "config", None)
         policy = Fixed(policy) if isinstance(policy, Plan) else policy
         self._require(policy)
         rows = max(p.rows for p in policy.plans)
@@ -87,7 +88,7 @@ class Session:
         self.graphs = graphs
         self.prefixes = Prefixes(self.cache, reuse)
         self.queue = Joining(backbone, self.cache, self.slots, self.prefixes, self.graphs)
-        self.rounds = Rounds(backbone, self.cache, self.slots, self.chooser, self.graphs.enabled)
+        self.rounds = Rounds(bodies, self.cache, self.slots, self.chooser, self.graphs.enabled)
         self.requests: list[Request | None] = [None] * slots  # by slot
         self._flights: deque[_Flight] = deque()
         self._landed: list[tuple[Request, list[int]]] = []  # read between steps
@@ -107,8 +108,8 @@ class Session:
         if rows > self.cache.tail:
             raise ValueError(f"the plan runs {rows} rows a request; this session has room for {self.cache.tail}")
         if any(p.overlap for p in policy.plans):
-            assert self.config is not None
-            self.slots.save_drafts(self.config.block_size - 1, self.backbone.vocab_size)
+            longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
+            self.slots.save_drafts(longest - 1, self.backbone.vocab_size)
         self.policy, self._saved = policy, None
 
     def suits(self, policy: Policy, capacity: int, verify: str) -> bool:
@@ -120,7 +121,9 @@ class Session:
         """Refuse what the mask path was not trained for, and drafts that the verifier does not take."""
         for plan in policy.plans:
             self.chooser.require(plan)
-            plan.require(self.config)
+            if plan.adapter >= len(self.bodies):
+                raise ValueError(f"adapter={plan.adapter}: {len(self.bodies)} are loaded, counted from 0")
+            plan.require(getattr(self.bodies[plan.adapter].path, "config", None))
 
     # ---- who runs
 
@@ -281,8 +284,7 @@ class Session:
             result = self.graphs(full, partial(play, plainly, None))
         self._saved = plan if plan.overlap else None
         if plan.drafts and redraft and size > 1:
-            assert self.config is not None
-            depth = 1 - self.config.entry / self.backbone.n_layers
+            depth = 1 - self.rounds.config(self.bodies[plan.adapter]).entry / self.backbone.n_layers
             for r in running:
                 r.stats.drafts += depth * (plan.passes if plan.loop else 1)
         arrived = None

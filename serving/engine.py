@@ -54,7 +54,7 @@ class Engine:
     ):
         if slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
-        self.backbone, self.verify = model.backbone, verify
+        self.bodies, self.backbone, self.verify = model.bodies, model.backbone, verify
         plan = plan or model.plan()
         self.plan = Fixed(plan) if isinstance(plan, Plan) else plan
         self.slots, self.patience, self.reuse = slots, patience, reuse
@@ -229,7 +229,7 @@ class Engine:
     def _open(self, length: int, slots: int) -> None:
         while True:
             try:
-                lane = Lane(self.backbone, self.plan, slots, length, self.verify, self.reuse)
+                lane = Lane(self.bodies, self.plan, slots, length, self.verify, self.reuse)
                 break
             except torch.OutOfMemoryError:  # another program took the memory meanwhile
                 if slots == 1:

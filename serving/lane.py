@@ -25,7 +25,7 @@ class Lane:
     """A session for requests of up to `capacity` positions; all that the engine asks of a session goes through here.
 
     Args:
-        backbone: the model.
+        bodies: the model's backbone, or one for each adapter.
         plan: what rounds do.
         slots: requests at a time.
         capacity: positions a request.
@@ -34,10 +34,16 @@ class Lane:
     """
 
     def __init__(
-        self, backbone: Backbone, plan: Policy, slots: int, capacity: int, verify: str = "coupled", reuse: bool = True
+        self,
+        bodies: Backbone | Sequence[Backbone],
+        plan: Policy,
+        slots: int,
+        capacity: int,
+        verify: str = "coupled",
+        reuse: bool = True,
     ):
         self.slots, self.capacity = slots, capacity
-        self.session: Session | None = Session(backbone, plan, slots, capacity, verify, reuse=reuse)
+        self.session: Session | None = Session(bodies, plan, slots, capacity, verify, reuse=reuse)
         self.nbytes = self.session.cache.nbytes  # of its keys and values
         self.running: list[Request] = []
 
