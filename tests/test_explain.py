@@ -103,7 +103,7 @@ def test_a_text_does_not_depend_on_the_plans(model, adapter):
     loaded = SelfSpecModel.from_pretrained(model, adapter, dtype=torch.float64)
     prompt = [6, 7, 8, 9]
     expected = loaded.generate([prompt], max_new_tokens=24, mode="ar")[0, 4:].tolist()
-    planner = planner_for(loaded.backbone, seconds=0.5)
+    planner = planner_for(loaded.bodies, seconds=0.5)
 
     class Anything(Fixed):
         def __init__(self):
@@ -121,7 +121,7 @@ def test_a_text_does_not_depend_on_the_plans(model, adapter):
 def test_the_simulator_foretells_real_rounds(model, adapter):
     """Same plan, same rounds, one by one; and a smaller block never accepts what the larger one did not."""
     loaded = SelfSpecModel.from_pretrained(model, adapter, dtype=torch.float64)
-    planner = planner_for(loaded.backbone, seconds=0.5)
+    planner = planner_for(loaded.bodies, seconds=0.5)
     for plan in [p for p in planner.plans if p.mode in ("ar", "lookup", "sequential", "overlap")]:
         recorder, real = Recorder(), []
         request = Request([6, 7, 8, 9, 7, 8], 40, frozenset())
