@@ -45,7 +45,7 @@ class Joining:
         held: list[Request | None],
         frame: Callable[[int, int, int], Frame],
         chooser: Chooser,
-    ) -> tuple[list[tuple[Request, int]], list[Request], list[tuple[Request, int]]]:
+    ) -> tuple[list[tuple[Request, int]], list[Request], list[Request], Tensor]:
         """Run the next positions of the first requests.
 
         Args:
@@ -54,8 +54,8 @@ class Joining:
             chooser: of the first tokens.
 
         Returns:
-            The requests of the forward and how many positions each ran; those whose prompts are through; and the first
-            tokens of those that are new.
+            The requests of the forward and how many positions each ran; those whose prompts are through; of these
+            those that are new, and the first token of each [m] long, on its way.
         """
         run, width = self._next(held)
         first, lengths = run[0].slot, self.cache.lengths
@@ -79,19 +79,22 @@ class Joining:
         if taps is not None and self.slots.features is not None:
             for i in through:
                 self.slots.features[first + i] = taps[i]
-        tokens = [] if last is None or not fresh else self._choose([run[i] for i in fresh], last[fresh], chooser)
-        ready = [run[i] for i in through]
+        new, ready = [run[i] for i in fresh], [run[i] for i in through]
+        tokens = torch.empty(0, dtype=torch.long, device=self.backbone.device)
+        if new:
+            assert last is not None
+            tokens = self._choose(new, last if len(new) == len(run) else last[fresh], chooser)
         self.requests = [r for r in self.requests if not any(r is x for x in ready)]
-        return list(zip(run, counts)), ready, tokens
+        return list(zip(run, counts)), ready, new, tokens
 
-    def _choose(self, requests: list[Request], hidden: Tensor, chooser: Chooser) -> list[tuple[Request, int]]:
-        """What follows each prompt. hidden: [m, d] of its last position"""
+    def _choose(self, requests: list[Request], hidden: Tensor, chooser: Chooser) -> Tensor:
+        """What follows each prompt. hidden: [m, d] of its last position. Returns [m] long"""
         device = self.backbone.device
         ends = DraftTree(torch.tensor([[r.prompt[-1]] for r in requests], device=device))
         start = torch.tensor([len(r.prompt) - 1 for r in requests], device=device)
         tokens = chooser.accept(requests, ends, self.backbone.logits(hidden[:, None]), start).tokens[:, 0]
         self.slots.text[torch.tensor([r.slot for r in requests], device=device), start + 1] = tokens
-        return list(zip(requests, tokens.tolist(), strict=True))
+        return tokens
 
     def _next(self, held: list[Request | None]) -> tuple[list[Request], int]:
         """Requests in neighbouring slots whose prompts go through one forward, and its rows per request."""

@@ -34,15 +34,16 @@ KEYS = 256  # the smallest K of a graph; the others are its doubles
 
 @dataclass(frozen=True)
 class _Flight:
-    """A round that was started, and whose outcome the host has not read."""
+    """A round or a prefill that was started, and whose outcome the host has not read."""
 
     requests: list[Request | None]
     result: Tensor  # [n, 2 + A] long: count, tokens, whether a draft was saved; on its way to the host
     arrived: Any  # an event, or None when it is there
     clock: Clock
     reach: int  # tokens that a request can have emitted in it
-    assignment: Assignment
-    warm: bool  # nothing was compiled or captured for it
+    ran: list[Request]  # who shares its time
+    assignment: Assignment | None = None  # of a round
+    warm: bool = False  # nothing was compiled or captured for it
 
 
 class Session:
@@ -234,14 +235,18 @@ class Session:
         _, requests = self._rows()
         key = self._key(requests)
         ahead = self.graphs.enabled and key is not None
-        while len(self._flights) > ahead:  # what the host chooses can't be started before it has read all
+        while self._flights and (not ahead or self._rounds_ahead() > 1):  # what the host chooses waits for all of them
             self._land()
         if self._unfinished():
             self._start(*self._rows(), key)
-            if ahead and len(self._flights) == 1 and self._unfinished():
+            if ahead and self._rounds_ahead() == 1 and self._unfinished():
                 self._start(*self._rows(), key)
         if self._flights:
             self._land()
+
+    def _rounds_ahead(self) -> int:
+        """Rounds that are on their way."""
+        return sum(f.assignment is not None for f in self._flights)
 
     def _unfinished(self) -> bool:
         """Whether some request goes on even if all that is on its way is accepted."""
@@ -287,14 +292,10 @@ class Session:
             depth = 1 - self.rounds.config(self.bodies[plan.adapter]).entry / self.backbone.n_layers
             for r in running:
                 r.stats.drafts += depth * (plan.passes if plan.loop else 1)
-        arrived = None
-        if result.is_cuda:
-            landing = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            result = landing.copy_(result, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
+        result, arrived = _sent(result)
         clock.lap("rest" if full not in self.graphs else "round")
-        self._flights.append(_Flight(requests, result, arrived, clock, result.shape[1] - 2, assignment, warm))
+        reach = result.shape[1] - 2
+        self._flights.append(_Flight(requests, result, arrived, clock, reach, running, assignment, warm))
 
     def _plan(self, running: list[Request]) -> Assignment:
         """What the policy wants for the next round, which is one for all."""
@@ -307,7 +308,7 @@ class Session:
         return assignment
 
     def _land(self) -> None:
-        """Read the outcome of the oldest round."""
+        """Read the outcome of the oldest round or prefill."""
         flight = self._flights.popleft()
         if flight.arrived is not None:
             flight.arrived.synchronize()
@@ -318,38 +319,42 @@ class Session:
         for r, (count, *tokens, ready) in zip(flight.requests, flight.result.tolist(), strict=True):
             if r is None or r.slot is None:
                 continue
-            self.cache.commit([count], r.slot)
             kept = r.take(tokens[:count])
+            self._landed.append((r, kept))
+            if flight.assignment is None:
+                continue
+            self.cache.commit([count], r.slot)
             r.stats.count(len(kept))
             r.stats.saved += ready
             emitted[id(r)], saved[id(r)] = len(kept), bool(ready)
-            self._landed.append((r, kept))
-        seconds = _book(running, flight.clock)
-        if len(emitted) == len(flight.assignment.views):  # nobody has left since it was planned
-            keys = [id(v.key) for v in flight.assignment.views]
-            ended = [v.key.finish_reason is not None for v in flight.assignment.views]  # type: ignore[attr-defined]
+        seconds = _book(flight.ran, flight.clock)
+        if flight.assignment is not None and len(emitted) == len(
+            flight.assignment.views
+        ):  # nobody has left since it was planned
+            keys = [id(v.key) for v in planned.views]
+            ended = [v.key.finish_reason is not None for v in planned.views]  # type: ignore[attr-defined]
             took = seconds if flight.warm else None
-            self.policy.observe(flight.assignment, [emitted[k] for k in keys], took, ended, [saved[k] for k in keys])
+            self.policy.observe(planned, [emitted[k] for k in keys], took, ended, [saved[k] for k in keys])
         for r in running:
             if r.finish_reason is not None:
                 self._leave(r)
 
     def _chunk(self) -> None:
-        """Prefill the next positions of the first that join, and take the first tokens of those that are through."""
+        """Prefill the next positions of the first that join, and choose the first tokens of those that are through."""
         clock = Clock(self.backbone.device)
-        run, through, tokens = self.queue.chunk(self.requests, self._frame, self.chooser)
-        for r, token in tokens:
-            self._landed.append((r, r.take([token])))
+        run, through, new, tokens = self.queue.chunk(self.requests, self._frame, self.chooser)
         for r in through:
-            self.slots.left[r.slot] = r.max_new_tokens - len(r.output)
+            self.slots.left[r.slot] = r.max_new_tokens - max(1, len(r.output))  # what is new has its first token
             self._saved = None
-        clock.lap("prefill")
         for r, count in run:
             r.stats.prompt_tokens += count
-        _book([r for r, _ in run], clock)
-        for r in through:
-            if r.finish_reason is not None:
-                self._leave(r)
+        one = torch.ones_like(tokens)
+        result, arrived = _sent(torch.stack([one, tokens, one - 1], 1))
+        clock.lap("prefill")
+        self._flights.append(_Flight([*new], result, arrived, clock, 1 if new else 0, [r for r, _ in run]))
+        if not self.graphs.enabled or any(r.lazy or r.keeps for r in new):
+            while self._flights:
+                self._land()
 
     # ---- small parts
 
@@ -383,6 +388,17 @@ class Session:
         n_keys = longest + sum(f.reach for f in self._flights) + n_rows
         bucket = KEYS << max(0, (n_keys - 1) // KEYS).bit_length()
         return Frame(first, n, min(bucket, self.cache.capacity + self.cache.tail))
+
+
+def _sent(result: Tensor) -> tuple[Tensor, Any]:
+    """A copy on its way to the host, and the event of its arrival; None where it is there."""
+    if not result.is_cuda:
+        return result, None
+    landing = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+    landing.copy_(result, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return landing, arrived
 
 
 def _book(requests: list[Request], clock: Clock) -> float:
