@@ -328,9 +328,8 @@ class Session:
             r.stats.saved += ready
             emitted[id(r)], saved[id(r)] = len(kept), bool(ready)
         seconds = _book(flight.ran, flight.clock)
-        if flight.assignment is not None and len(emitted) == len(
-            flight.assignment.views
-        ):  # nobody has left since it was planned
+        planned = flight.assignment
+        if planned is not None and len(emitted) == len(planned.views):  # nobody has left since
             keys = [id(v.key) for v in planned.views]
             ended = [v.key.finish_reason is not None for v in planned.views]  # type: ignore[attr-defined]
             took = seconds if flight.warm else None
