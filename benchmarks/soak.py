@@ -22,9 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec import SelfSpecModel
 from selfspec.adapters import MaskPathConfig, MaskPathModel
+from selfspec.memory import slot_bytes
 from selfspec.sampling import Pipeline, Sampling
 from selfspec.serving.engine import Engine
-from selfspec.serving.lane import slot_bytes
 from selfspec.serving.metrics import snapshot
 from selfspec.session import Request
 
@@ -68,7 +68,7 @@ def main() -> int:
         model = tiny(dtype, args.device)
     plan = model.policy(args.mode)
     vocabulary, device = model.backbone.vocab_size, model.backbone.device
-    budget = args.budget * slot_bytes(model.backbone, plan, 1024)
+    budget = args.budget * slot_bytes(model.backbone, plan.plans, 1024)
     engine = Engine(model, plan, args.slots, budget)
     # few prompts, so that each comes back and has to get the same answer
     common = [draw.randrange(vocabulary) for _ in range(40)]

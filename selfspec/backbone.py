@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,8 +24,11 @@ from selfspec.shadow import (
     head_of,
     inner_decoder,
     layers_of,
+    max_positions_of,
+    own_logits,
     rotary,
     shadow,
+    windows_of,
 )
 
 MASK = -1  # a draft row's token when its input is the mask: no vocabulary id, so it can never be emitted
@@ -145,7 +147,7 @@ class Backbone(nn.Module):
         takes = inspect.signature(originals[0].forward).parameters
         # renamed in transformers 5.2x; "layer_past" where a family was not renamed before
         self.cache_name = next((n for n in ("cache", "past_key_values", "layer_past") if n in takes), "cache")
-        self.max_positions = _max_positions(self.config)
+        self.max_positions = max_positions_of(self.config)
         self.layer_types = getattr(self.config, "layer_types", None) or ["full_attention"] * self.n_layers
         self.windows: list[int | None] = []  # of every layer
         self.masked: list[int | None] = [None] * self.n_layers  # windows that only the model's own mask would tell
@@ -346,7 +348,7 @@ class Backbone(nn.Module):
     @torch.no_grad()
     def _probe(self, model: PreTrainedModel | None) -> None:
         """Run a few tokens: they show windows, shapes of keys and values, and have to give the model's own logits."""
-        wanted, name = _windows(self.config, self.n_layers), self.config.model_type
+        wanted, name = windows_of(self.config, self.n_layers), self.config.model_type
         shortest = min((w for w in wanted if w), default=0)
         n = shortest + 4 if 0 < shortest <= 64 else 8  # past a short window; nobody waits for a long one
         ids = torch.arange(n, device=self.device)[None] % self.vocab_size
@@ -367,7 +369,7 @@ class Backbone(nn.Module):
             self.kv_shapes.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
         if model is None:
             return
-        own = _eval_forward(model, ids)
+        own = own_logits(model, ids)
         loose = 0.1 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
         error = (own - ours).float().norm() / own.float().norm().clamp(min=1e-6)
         if not error < loose:
@@ -375,32 +377,3 @@ class Backbone(nn.Module):
                 f"{name}: running its layers one by one gives other logits than its own forward "
                 f"(relative error {error:.1e}); the model does something between its layers that selfspec does not know"
             )
-
-
-def _windows(config, n_layers: int) -> list[int | None]:
-    """The sliding window of every layer, as transformers' own masks have it."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        return [window if getattr(config, "use_sliding_window", True) else None] * n_layers
-    return [window if kind == "sliding_attention" else None for kind in types]
-
-
-def _max_positions(config) -> int | None:
-    """Positions up to the model's context, or to the length at which a long-context rotary embedding would rescale."""
-    ropes = getattr(config, "rope_parameters", None) or {}
-    kinds = [ropes, *(v for v in ropes.values() if isinstance(v, dict))]
-    limits = [getattr(config, "max_position_embeddings", None)]
-    limits += [r.get("original_max_position_embeddings") for r in kinds if r.get("rope_type") == "longrope"]
-    return min((x for x in limits if x), default=None)
-
-
-def _eval_forward(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The model's own logits without dropout, whatever mode the user left it in."""
-    modes: Sequence[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        return model(input_ids=ids, use_cache=False).logits
-    finally:
-        for module, mode in modes:
-            module.training = mode

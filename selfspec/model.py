@@ -17,11 +17,12 @@ from selfspec.adapters import MaskPathModel, io
 from selfspec.attention import best
 from selfspec.backbone import Backbone
 from selfspec.generation import Extras, build_requests, output_of, prompts_of
+from selfspec.memory import fitting
 from selfspec.past import Past
 from selfspec.plan import Plan
 from selfspec.plan.planner import Fixed, Policy
 from selfspec.planners import planner_for
-from selfspec.session import Request, Session, fitting
+from selfspec.session import Request, Session
 from selfspec.shadow import table_of
 from selfspec.stats import Stats, total
 
@@ -292,7 +293,7 @@ class SelfSpecModel:
         if self.backbone.device.type == "cuda":
             limit = self.backbone.max_positions or capacity
             capacity = max(capacity, min(limit, -(-capacity // ROUND_UP) * ROUND_UP))
-        slots = min(slots or fitting(self.backbone, capacity), len(requests))
+        slots = min(slots or fitting(self.backbone, capacity, policy.plans), len(requests))
         return Session(self.bodies, policy, slots, capacity, verify)
 
     def policy(

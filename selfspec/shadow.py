@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -156,3 +157,32 @@ def embedding_scale(model: PreTrainedModel, inner: nn.Module) -> float | Tensor 
         f"{type(model).__name__} changes its token embeddings before the first layer in a way that is not a scale "
         "(learned positions, an embedding norm); such models are not supported"
     )
+
+
+def windows_of(config, n_layers: int) -> list[int | None]:
+    """The sliding window of every layer, as transformers' own masks have it."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window if getattr(config, "use_sliding_window", True) else None] * n_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def max_positions_of(config) -> int | None:
+    """Positions up to the model's context, or to the length at which a long-context rotary embedding would rescale."""
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = [ropes, *(v for v in ropes.values() if isinstance(v, dict))]
+    limits = [getattr(config, "max_position_embeddings", None)]
+    limits += [r.get("original_max_position_embeddings") for r in kinds if r.get("rope_type") == "longrope"]
+    return min((x for x in limits if x), default=None)
+
+
+def own_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The model's own logits without dropout, whatever mode the user left it in."""
+    modes: Sequence[tuple[nn.Module, bool]] = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        return model(input_ids=ids, use_cache=False).logits
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 
 import torch
 
+from selfspec.memory import free_memory, position_bytes, slot_bytes
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.plan.planner import Fixed, Policy
-from selfspec.serving.lane import Lane, allot, classes, free_memory, position_bytes, slot_bytes
+from selfspec.serving.lane import Lane, allot, classes
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.ticket import Event, Ticket
 from selfspec.session import Request
@@ -60,12 +61,12 @@ class Engine:
         self.slots, self.patience, self.reuse = slots, patience, reuse
         self.memory = free_memory(self.backbone) if memory is None else memory
         lengths = range(1, self.memory // position_bytes(self.backbone) + 1)
-        reach = bisect_right(lengths, self.memory, key=lambda c: slot_bytes(self.backbone, self.plan, c))
+        reach = bisect_right(lengths, self.memory, key=lambda c: slot_bytes(self.backbone, self.plan.plans, c))
         if reach < 2:
             raise ValueError(f"memory={self.memory} bytes: one request of two tokens needs more")
         limit = self.backbone.max_positions
         self.classes = classes(reach if limit is None else min(reach, limit))
-        self.cost = {c: slot_bytes(self.backbone, self.plan, c) for c in self.classes}
+        self.cost = {c: slot_bytes(self.backbone, self.plan.plans, c) for c in self.classes}
         self.lanes: dict[int, Lane] = {}
         self.running: dict[Request, Ticket] = {}
         self.metrics = Metrics()

@@ -10,13 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from selfspec.backbone import Backbone
-from selfspec.joining import CHUNK
-from selfspec.plan import Plan
 from selfspec.plan.planner import Policy
-from selfspec.session import Request, Session, fitting
+from selfspec.session import Request, Session
 
 SHORTEST, STEP = 1024, 4  # capacity of the first class, and how much longer each next one is
 
@@ -88,23 +84,6 @@ class Lane:
         with contextlib.suppress(Exception):
             self.open.clear()
         self.running, self.session = [], None
-
-
-def slot_bytes(backbone: Backbone, plan: Plan | Policy, capacity: int) -> int:
-    """Bytes of one slot of a session's cache: its positions, and the rows of a running forward behind them."""
-    plans = [plan] if isinstance(plan, Plan) else plan.plans
-    return position_bytes(backbone) * (capacity + max(*(p.rows for p in plans), min(CHUNK, capacity)))
-
-
-def position_bytes(backbone: Backbone) -> int:
-    """Bytes of one position's keys and values in all layers."""
-    size = torch.empty(0, dtype=backbone.dtype).element_size()
-    return size * sum(h * (d + dv) for h, d, dv in backbone.kv_shapes)
-
-
-def free_memory(backbone: Backbone) -> int:
-    """The budget that an engine takes by default: a share of the device's free memory."""
-    return fitting(backbone, 1) * position_bytes(backbone)
 
 
 def classes(longest: int | None) -> list[int]:

@@ -13,12 +13,13 @@ from tiny import VOCAB, build, path_of
 from transformers.generation import LogitsProcessorList
 
 from selfspec.cache import KVCache
+from selfspec.memory import slot_bytes
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.sampling import Pipeline, Sampling
 from selfspec.serving import lane
 from selfspec.serving.engine import Engine
-from selfspec.serving.lane import Lane, allot, classes, slot_bytes
+from selfspec.serving.lane import Lane, allot, classes
 from selfspec.serving.stream import Streams
 from selfspec.session import Request
 
@@ -76,7 +77,7 @@ def answered(model):
 def test_random_arrivals_and_cancellations_change_no_text(model, short, answered, mode):
     plan = Plan(mode, 1 if mode == "ar" else 5, 6)
     draw = random.Random(MODES.index(mode))
-    engine = Engine(model, plan, slots=6, memory=12 * slot_bytes(model.backbone, plan, 32), patience=8)
+    engine = Engine(model, plan, slots=6, memory=12 * slot_bytes(model.backbone, [plan], 32), patience=8)
     todo, truth = list(answered[0]), answered[1]
     tickets, told, doomed = [], {}, set()
     while todo or engine.busy:
@@ -124,7 +125,7 @@ def test_requests_of_one_priority_are_served_in_their_order(model):
 
 def test_a_long_prompt_is_not_starved_by_short_ones(model, short):
     """A memory that holds either the long one's lane or the short ones', and short ones that keep coming."""
-    budget = slot_bytes(model.backbone, model.plan(), 128)
+    budget = slot_bytes(model.backbone, [model.plan()], 128)
     engine = Engine(model, slots=4, memory=budget, patience=4)
     some = prompts(400, longest=8)
     for _ in range(8):
@@ -151,7 +152,7 @@ def test_live_caches_never_exceed_the_budget(model, short, monkeypatch):
         peak.append(sum(c.nbytes for c in caches))
 
     monkeypatch.setattr(KVCache, "__init__", noted)
-    engine = Engine(model, memory=4 * slot_bytes(model.backbone, model.plan(), 128), patience=2)
+    engine = Engine(model, memory=4 * slot_bytes(model.backbone, [model.plan()], 128), patience=2)
     draw = random.Random(5)
     tickets = [engine.add(Request(p * draw.choice([1, 1, 1, 4]), 10)) for p in prompts(60)]
     for _ in range(10):
@@ -175,11 +176,11 @@ def test_the_planned_bytes_are_those_that_a_session_takes(model):
         for capacity in (5, 40, 128):
             plan = Plan(mode, 1 if mode == "ar" else 5, 6)
             made = Lane(model.backbone, plan, 3, capacity)
-            assert made.nbytes == 3 * slot_bytes(model.backbone, plan, capacity)
+            assert made.nbytes == 3 * slot_bytes(model.backbone, [plan], capacity)
 
 
 def test_what_would_never_fit_is_refused(model):
-    engine = Engine(model, memory=slot_bytes(model.backbone, model.plan(), 50))
+    engine = Engine(model, memory=slot_bytes(model.backbone, [model.plan()], 50))
     with pytest.raises(ValueError, match=r"prompt of 40 tokens and 20 new ones exceed the 50 positions that a KV"):
         engine.add(Request([1] * 40, 20))
     with pytest.raises(ValueError, match="the model's positions allow"):
