@@ -7,12 +7,15 @@ changes from call to call must live in tensors: the caller's own, updated in pla
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+MOST = 512  # every kind of request, batch and context has its own graph, and a server meets ever new kinds
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,15 @@ class Graphs:
     Args:
         device: where the functions run.
         enabled: False runs everything as it is, which a CPU does in any case.
+        most: captured functions that are kept; the one that was not used for longest goes first.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True):
+    def __init__(self, device: torch.device, enabled: bool = True, most: int = MOST):
         self.enabled = enabled and device.type == "cuda"
+        self.most = most
         self._device = device
-        self._seen: set[Hashable] = set()
-        self._captured: dict[Hashable, _Captured] = {}
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
 
@@ -65,9 +70,14 @@ class Graphs:
         captured = self._captured.get(key)
         if captured is None:
             if key not in self._seen:
-                self._seen.add(key)
+                self._seen[key] = None
+                if len(self._seen) > 8 * self.most:
+                    self._seen.popitem(last=False)
                 return self._first(fn, inputs)
+            while len(self._captured) >= self.most:
+                self._captured.popitem(last=False)
             captured = self._captured[key] = self._capture(fn, inputs)
+        self._captured.move_to_end(key)
         for static, new in zip(captured.inputs, inputs, strict=True):
             static.copy_(new)
         captured.graph.replay()
