@@ -75,6 +75,13 @@ class Subcommand(TyperCommand):
             option = (arg if arg in lists else "") if arg.startswith("-") else option
             spread.append(arg)
         spread += ["auto"] if spread and spread[-1] in bare else []
+        once = {name: p for p in self.params if not getattr(p, "multiple", True) for name in p.opts}
+        given: set[int] = set()
+        for name in (arg.partition("=")[0] for arg in spread[: spread.index("--") if "--" in spread else None]):
+            if name in once and id(once[name]) in given:  # the last would win, and the others be forgotten
+                several = str(once[name].metavar or "").endswith("...")
+                ctx.fail(f"{name} is given twice" + ("; separate its values by commas" if several else ""))
+            given |= {id(once[name])} if name in once else set()
         return super().parse_args(ctx, spread)
 
 

@@ -182,3 +182,13 @@ def test_progress_is_a_bar_in_a_terminal(monkeypatch, capsys):
         progress.add(1, 20)
     assert "5/10" in sys.stderr.text and "tokens/s" in sys.stderr.text
     assert capsys.readouterr().out == "on stdout\n"
+
+
+def test_an_option_given_twice_is_not_forgotten_once(capsys):
+    """`--mode ar --mode tree` ran the second alone."""
+    for argv, said in (
+        (["check", "--mode", "ar", "--modes", "tree"], "by commas"),
+        (["info", "--model=a", "--model", "b"], "twice"),
+    ):
+        assert cli.main(argv) == 2
+        assert said in capsys.readouterr().err
