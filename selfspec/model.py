@@ -21,7 +21,8 @@ from selfspec.past import Past
 from selfspec.plan import Plan
 from selfspec.plan.planner import Fixed, Policy
 from selfspec.planners import planner_for
-from selfspec.session import Request, Session, fitting
+from selfspec.room import fitting, tail_of
+from selfspec.session import Request, Session
 from selfspec.shadow import table_of
 from selfspec.stats import Stats, total
 
@@ -281,7 +282,7 @@ class SelfSpecModel:
         if self.backbone.device.type == "cuda":
             limit = self.backbone.max_positions or capacity
             capacity = max(capacity, min(limit, -(-capacity // ROUND_UP) * ROUND_UP))
-        slots = min(slots or fitting(self.backbone, capacity), len(requests))
+        slots = min(slots or fitting(self.backbone, capacity + tail_of(policy, capacity)), len(requests))
         return Session(self.backbone, policy, slots, capacity, verify)
 
     def policy(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -17,16 +16,17 @@ from selfspec.choose import Chooser, graph_key
 from selfspec.clock import Clock
 from selfspec.decode import Frame
 from selfspec.graphs import Graphs, capturable
-from selfspec.joining import CHUNK, Joining, goal
+from selfspec.joining import Joining, goal
 from selfspec.past import PastText
 from selfspec.plan import Plan
 from selfspec.plan.planner import Assignment, Fixed, Policy, View
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
+from selfspec.room import tail_of
 from selfspec.rounds import Rounds, plainly
 from selfspec.slots import Slots
 
-__all__ = ["Request", "Session", "fitting"]
+__all__ = ["Request", "Session"]
 
 IDLE = Request([0], 1)  # in the place of nobody
 KEYS = 256  # the smallest K of a graph; the others are its doubles
@@ -79,8 +79,7 @@ class Session:
         self.config = getattr(backbone.path, "config", None)
         policy = Fixed(policy) if isinstance(policy, Plan) else policy
         self._require(policy)
-        rows = max(p.rows for p in policy.plans)
-        self.cache = backbone.new_cache(slots, capacity, max(rows, min(CHUNK, capacity)))
+        self.cache = backbone.new_cache(slots, capacity, tail_of(policy, capacity))
         self.slots = Slots(slots, capacity, backbone.device, backbone.n_features, backbone.dtype)
         if isinstance(graphs, bool):
             graphs = Graphs(backbone.device, graphs and capturable(backbone.config))
@@ -390,15 +389,3 @@ def _book(requests: list[Request], clock: Clock) -> float:
         for r in requests:
             r.stats.seconds[name] += seconds / len(requests)  # type: ignore[assignment]
     return sum(laps.values())
-
-
-def fitting(backbone: Backbone, capacity: int, share: float = 0.7) -> int:
-    """Requests of some length whose keys and values fit into that share of the device's free memory."""
-    if backbone.device.type == "cuda":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(backbone.device)[0]
-    else:
-        free = psutil.virtual_memory().available
-    size = torch.empty(0, dtype=backbone.dtype).element_size()
-    per_position = size * sum(h * (d + dv) for h, d, dv in backbone.kv_shapes)
-    return max(1, int(share * free / (per_position * capacity)))

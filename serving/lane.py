@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from selfspec.backbone import Backbone
-from selfspec.joining import CHUNK
 from selfspec.plan import Plan
 from selfspec.plan.planner import Policy
-from selfspec.session import Request, Session, fitting
+from selfspec.room import fitting, tail_of
+from selfspec.session import Request, Session
 
 SHORTEST, STEP = 1024, 4  # capacity of the first class, and how much longer each next one is
 
@@ -86,8 +86,7 @@ class Lane:
 
 def slot_bytes(backbone: Backbone, plan: Plan | Policy, capacity: int) -> int:
     """Bytes of one slot of a session's cache: its positions, and the rows of a running forward behind them."""
-    plans = [plan] if isinstance(plan, Plan) else plan.plans
-    return position_bytes(backbone) * (capacity + max(*(p.rows for p in plans), min(CHUNK, capacity)))
+    return position_bytes(backbone) * (capacity + tail_of(plan, capacity))
 
 
 def position_bytes(backbone: Backbone) -> int:

@@ -23,7 +23,7 @@ from selfspec import attention, hub, prompts
 from selfspec.adapters.io import fingerprint
 from selfspec.backbone import Backbone
 from selfspec.prompts import Message, Prompt
-from selfspec.session import fitting
+from selfspec.room import fitting
 from selfspec.terminal import Progress, refusing
 from selfspec.training.generate import Batch, Done, Job
 from selfspec.training.options import AnswerOptions
