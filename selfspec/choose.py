@@ -11,7 +11,7 @@ is valid, and all else that changes comes in tensors, `Text` among them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -101,6 +101,8 @@ class Chooser:
         rows = _by_request(chosen)
         rows |= {i: _walk_lazily(r, tree, i, logits[i]) for i, r in enumerate(requests) if r.lazy}
         accepted = walk(tree, torch.stack([rows[i] for i in range(len(requests))]))
+        if any(r.lazy for r in requests):  # one that has ended may lead on to a node that was not visited
+            accepted = replace(accepted, tokens=accepted.tokens.clamp(min=0))
         for index, scores, _ in chosen:
             for k, i in enumerate(index):
                 if requests[i].keeps:
@@ -153,7 +155,7 @@ def graph_key(requests: list[Request]) -> Hashable | None:
     """
     if not all(on_device(r) and not r.keeps for r in requests):
         return None
-    return tuple(map(_kind, requests))
+    return tuple((_kind(r), r.cuts) for r in requests)  # drafts pass through the cuts, whose tensors it holds as well
 
 
 def device_targets(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> Tensor:

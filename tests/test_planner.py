@@ -1,3 +1,4 @@
+import weakref
 from itertools import product
 
 import numpy as np
@@ -11,6 +12,7 @@ from selfspec.plan.latency import Latency
 from selfspec.plan.planner import Assignment, Fixed, Planner, View
 from selfspec.plan.simulate import Outcome, Trace, bernoulli, of_stats, simulate
 from selfspec.plan.table import LatencyTable
+from selfspec.request import Request
 from selfspec.stats import Stats
 
 AR = Plan("ar", 1)
@@ -292,3 +294,15 @@ def test_512_slots():
 def test_a_menu_without_plain_decoding_is_refused():
     with pytest.raises(ValueError, match="Plan\\('ar', 1\\)"):
         Planner(costs(0.1), CHAINS[1:])
+
+
+def test_a_planner_holds_no_request_that_is_gone():
+    """The last batch stayed in memory, with the keys and values that its requests had kept."""
+    planner = Planner(costs(0.01), CHAINS)
+    request = Request([1, 2], 40)
+    for _ in range(6):
+        planner.round([View(request, 10, 40)])
+    planner.forget(request)
+    gone = weakref.ref(request)
+    del request
+    assert gone() is None

@@ -322,6 +322,8 @@ class Planner:
     def forget(self, key: Hashable) -> None:
         """A request is gone."""
         self.estimator.forget(key)
+        if key in self._keys:  # nor is it held in memory, with the keys and values that it may have kept
+            self._keys = []
 
 
 def _rate(parts: list[tuple[int, list[int]]], tokens: np.ndarray, ms: np.ndarray) -> float:

@@ -55,7 +55,7 @@ def verify_chain(
     """What token and block verification share: decide how many drafts stay, then draw the token after them.
 
     Args:
-        tree: chains whose drafts were drawn from `tree.probs`.
+        tree: chains whose drafts were drawn from `tree.probs`; -1 from where nothing was drafted on.
         scores: [N, T + 1, V] target scores.
         noise: of the round.
         accept: (p, q, tokens) -> [N, T] probabilities.
@@ -69,8 +69,10 @@ def verify_chain(
     if m == 1:
         return Accepted(torch.zeros_like(tree.tokens), torch.ones_like(noise.start), noise.residual(p[:, 0])[:, None])
     assert tree.probs is not None
-    tokens, q = tree.tokens[:, 1:], tree.probs
-    count = kept(accept(p, q, tokens), noise.uniforms(m - 1))  # [N], 0..T
+    missing, tokens = tree.tokens[:, 1:] < 0, tree.tokens[:, 1:].clamp(min=0)
+    q = tree.probs.masked_fill(missing[..., None], 0.0)  # what was never drawn takes nothing from p
+    chances = accept(p, q, tokens).masked_fill(missing, -1.0)
+    count = kept(chances, noise.uniforms(m - 1))  # [N], 0..T
     weights = residuals(p, q, tokens).gather(1, count[:, None, None].expand(-1, 1, v))[:, 0]  # [N, V]
     # a refusal where p = q but for rounding leaves no weight at all
     weights = torch.where(
