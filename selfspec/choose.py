@@ -23,6 +23,7 @@ from selfspec.nodes import Nodes, Text, part_of, pick
 from selfspec.plan import Plan
 from selfspec.recipe import Recipe
 from selfspec.request import Request
+from selfspec.rows import steps
 from selfspec.sampling import draw, perturbed
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import best, walk
@@ -100,7 +101,7 @@ class Chooser:
         chosen = list(_chosen(requests, tree, logits, start, text))
         rows = _by_request(chosen)
         rows |= {i: _walk_lazily(r, tree, i, logits[i]) for i, r in enumerate(requests) if r.lazy}
-        accepted = walk(tree, torch.stack([rows[i] for i in range(len(requests))]))
+        accepted = walk(tree, _in_order(rows, chosen[0][2] if chosen else None))
         for index, scores, _ in chosen:
             for k, i in enumerate(index):
                 if requests[i].keeps:
@@ -170,18 +171,17 @@ def device_targets(requests: list[Request], tree: DraftTree, logits: Tensor, sta
         [N, M] long
     """
     chosen = list(_chosen(requests, tree, logits, start, text))
-    if len(chosen) == 1:
-        return chosen[0][2]
-    rows = _by_request(chosen)
-    return torch.stack([rows[i] for i in range(len(requests))])
+    return _in_order(_by_request(chosen), chosen[0][2])
 
 
 def node_scores(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> Tensor:
     """Target scores after every node, whether or not it will be reached. [N, M, V] float32. See `device_targets`."""
     rows: dict[int, Tensor] = {}
+    scores = None
     for group in _groups(requests, tree, logits, start, text):
-        rows |= dict(zip(group.index, group.scores()))
-    return torch.stack([rows[i] for i in range(len(requests))])
+        scores = group.scores()
+        rows |= dict(zip(group.index, scores))
+    return _in_order(rows, scores)
 
 
 @dataclass(frozen=True)
@@ -282,24 +282,32 @@ def _draft_scores(requests: list[Request], logits: Tensor) -> Tensor:
     for i, r in enumerate(requests):
         kinds.setdefault(r.cuts, []).append(i)
     rows: dict[int, Tensor] = {}
+    scores = None
     for recipe, index in kinds.items():
-        rows |= dict(zip(index, recipe(None, pick(logits, index))))
-    return torch.stack([rows[i] for i in range(len(requests))])
+        scores = recipe(None, pick(logits, index))
+        rows |= dict(zip(index, scores))
+    return _in_order(rows, scores)
 
 
 def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
     """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
     n, t, v = scores.shape
-    key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + torch.arange(t, device=start.device)
+    key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + steps(t, start.device)
     some = pick(scores, sampled).reshape(-1, v)
     noisy = perturbed(some, key.repeat_interleave(t), at.reshape(-1), lambda s: s.float()).view(-1, t, v)
-    rows = dict(enumerate(scores)) | dict(zip(sampled, noisy))
-    return torch.stack([rows[i] for i in range(n)])
+    return _in_order(dict(enumerate(scores)) | dict(zip(sampled, noisy)), noisy)
 
 
 def seeds_of(requests: list[Request], device: torch.device) -> Tensor:
     """The seed of each request's noise, 0 where there is none. [N] long"""
     return torch.tensor([0 if r.sampling is None else r.sampling.seed for r in requests], device=device)
+
+
+def _in_order(rows: dict[int, Tensor], group: Tensor | None) -> Tensor:
+    """Rows by their numbers 0, 1, ...; `group` where one group has them all, in that order already."""
+    if group is not None and list(rows) == list(range(len(group))):
+        return group
+    return torch.stack([rows[i] for i in range(len(rows))])
 
 
 def _by_request(chosen: list[tuple[list[int], Tensor, Tensor]]) -> dict[int, Tensor]:

@@ -109,7 +109,7 @@ def verify(
     """
     clean = rows.chain(start, tree.n_nodes)
     if tree.parents is not None:
-        clean = rows.tree(start, tree.parents, tree.ancestors)
+        clean = rows.tree(start, tree.parents, tree.ancestors, tree.depths)
     layout, inputs = (clean, None) if hang is None else attach(clean, *hang, path.causal)
     return backbone(layout, cache, tree.tokens.clamp(min=0), inputs, first=frame.first, n_keys=frame.n_keys)
 
@@ -133,7 +133,7 @@ def settle(
     """
     text, start, left = slots.text[frame.span], slots.start[frame.span], slots.left[frame.span]  # views
     count = torch.minimum(accepted.count, left)
-    tokens, step = accepted.tokens[:, :depth], torch.arange(depth, device=start.device)
+    tokens, step = accepted.tokens[:, :depth], rows.steps(depth, start.device)
     nowhere = text.shape[1] - 1
     at = torch.where(step < count[:, None], start[:, None] + 1 + step, nowhere)
     text.scatter_(1, at, tokens)
@@ -150,4 +150,4 @@ def settle(
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
     """values [n, C, ...], index [n] -> [n, ...]"""
-    return values[torch.arange(len(index), device=index.device), index]
+    return values[rows.steps(len(index), index.device), index]

@@ -80,13 +80,15 @@ class Rounds:
         groups = None
         if plan.overlap:
             groups = self._groups(plan, tree, likely)
-        parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents, tree.ancestors)
+        parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents, tree.ancestors, tree.depths)
         hung = () if groups is None else (groups.nodes, groups.tokens)
         shapes = tuple(t.shape for t in (*parts, *hung))
 
         def forward(*inputs: Tensor) -> decode.Hidden:
             (tokens, *how), which = inputs[: len(parts)], inputs[len(parts) :]
-            candidates = DraftTree(tokens, how[0] if how else None, paths=how[1] if how else None)
+            candidates = DraftTree(tokens)
+            if how:
+                candidates = DraftTree(tokens, how[0], paths=how[1], levels=how[2])
             hang = (Groups(*which), plan.block_size) if which else None
             return decode.verify(backbone, self.cache, slots.start[: frame.n], candidates, frame, hang, self.config)
 
