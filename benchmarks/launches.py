@@ -1,8 +1,8 @@
 """Kernels that one round launches outside the layers, by stage and function: counted on a CPU, without a GPU.
 
 A tiny model of the plain dense shape decodes as a captured round would. An operator of torch counts as one launch, and
-so does a Triton kernel (run by Triton's interpreter); views, and operators on nothing, count as none. Some operators are
-several kernels on a GPU (a sort, a top-k, a log-sum-exp), so these are lower bounds.
+so does a Triton kernel (run by Triton's interpreter); views, and operators on nothing, count as none. Some operators
+are several kernels on a GPU (a sort, a top-k, a log-sum-exp), so these are lower bounds.
 
 TRITON_INTERPRET=1 python benchmarks/launches.py [--detail] [--layers]
 """
@@ -23,6 +23,7 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as hf
 from triton.runtime import interpreter
 
+from selfspec import kernels
 from selfspec.adapters import MaskPathConfig, MaskPathModel
 from selfspec.backbone import Backbone
 from selfspec.graphs import Graphs
@@ -30,33 +31,11 @@ from selfspec.plan import Plan
 from selfspec.sampling import Pipeline, Sampling
 from selfspec.session import Request, Session
 
-VIEWS = {
-    *(
-        "view",
-        "_unsafe_view",
-        "expand",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "t",
-        "permute",
-        "alias",
-    ),
-    *(
-        "detach",
-        "scalar_tensor",
-        "as_strided",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "empty",
-        "empty_strided",
-        "empty_like",
-    ),
-    *("new_empty", "lift_fresh", "diagonal", "_reshape_alias", "unfold", "movedim", "new_empty_strided"),
-}
+VIEWS = {  # operators that launch nothing
+    "view", "_unsafe_view", "expand", "slice", "select", "unsqueeze", "squeeze", "transpose", "t", "permute", "alias",
+    "detach", "as_strided", "split", "split_with_sizes", "unbind", "lift_fresh", "diagonal", "unfold", "empty",
+    "empty_like", "empty_strided", "new_empty", "scalar_tensor",
+}  # fmt: skip
 PLAIN = (hf.TemperatureLogitsWarper(0.7),)
 CUTS = (
     *(*PLAIN, hf.TopKLogitsWarper(50), hf.TopPLogitsWarper(0.95), hf.MinPLogitsWarper(0.02)),
@@ -187,6 +166,7 @@ def main() -> None:
     parser.add_argument("--layers", action="store_true", help="count what the layers launch too")
     parser.add_argument("--case", action="append", choices=CASES)
     args = parser.parse_args()
+    kernels.DEVICES.add("cpu")
     for case in args.case or CASES:
         found = count(*CASES[case], args.layers)
         print(f"{case}: {sum(found.values())}")

@@ -24,7 +24,7 @@ from selfspec.plan import Plan
 from selfspec.recipe import Recipe
 from selfspec.request import Request
 from selfspec.rows import steps
-from selfspec.sampling import draw, perturbed
+from selfspec.sampling import draw, noisy
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import best, walk
 
@@ -130,9 +130,11 @@ class Chooser:
         sampled = [i for i, r in enumerate(requests) if r.sampling is not None and r.sampling.sample]
         if sampled:
             seed = seeds_of(requests, start.device) if seed is None else seed
-            scores = _draft_scores(requests, logits)
+            scores = _draft_scores(requests, logits, self.draws)
             if self.draws:
                 return drawn(anchor, scores, seed, start, nodes)
+            if nodes is None:
+                return DraftTree(torch.cat([anchor[:, None], _guesses(sampled, scores, seed, start)], 1))
             logits = _coupled(sampled, scores, seed, start)
         return chain_of(anchor, logits) if nodes is None else best_first(anchor, logits, nodes)
 
@@ -276,11 +278,14 @@ def _walk_lazily(request: Request, tree: DraftTree, i: int, logits: Tensor) -> T
 # ---- drafts
 
 
-def _draft_scores(requests: list[Request], logits: Tensor) -> Tensor:
-    """The drafter's logits through every request's temperature and cuts. [N, T, V] float32"""
+def _draft_scores(requests: list[Request], logits: Tensor, cut: bool) -> Tensor:
+    """The drafter's logits through every request's temperature and cuts. [N, T, V] float32
+
+    A guess does without cuts (`cut` is False): they take long, and hardly ever decide which token is the likeliest.
+    """
     kinds: dict[Recipe, list[int]] = {}
     for i, r in enumerate(requests):
-        kinds.setdefault(r.cuts, []).append(i)
+        kinds.setdefault(r.cuts if cut else r.cuts.light, []).append(i)
     rows: dict[int, Tensor] = {}
     scores = None
     for recipe, index in kinds.items():
@@ -291,11 +296,23 @@ def _draft_scores(requests: list[Request], logits: Tensor) -> Tensor:
 
 def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
     """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
-    n, t, v = scores.shape
+    perturbed = noisy(*_draws(sampled, scores, seed, start)).view(-1, *scores.shape[1:])
+    return _in_order(dict(enumerate(scores)) | dict(zip(sampled, perturbed)), perturbed)
+
+
+def _guesses(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
+    """The best of these perturbed scores. [N, T] long"""
+    drawn = draw(*_draws(sampled, scores, seed, start)).view(-1, scores.shape[1])
+    if len(sampled) == len(scores):
+        return drawn
+    return _in_order(dict(enumerate(scores.argmax(-1))) | dict(zip(sampled, drawn)), None)
+
+
+def _draws(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores [R, V], seeds and positions [R] of all rows that are drawn."""
+    _, t, v = scores.shape
     key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + steps(t, start.device)
-    some = pick(scores, sampled).reshape(-1, v)
-    noisy = perturbed(some, key.repeat_interleave(t), at.reshape(-1), lambda s: s.float()).view(-1, t, v)
-    return _in_order(dict(enumerate(scores)) | dict(zip(sampled, noisy)), noisy)
+    return pick(scores, sampled).reshape(-1, v), key[:, None].expand(-1, t).reshape(-1), at.reshape(-1)
 
 
 def seeds_of(requests: list[Request], device: torch.device) -> Tensor:

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from selfspec import sampling
 from selfspec.kernels import linear as linears
-from selfspec.kernels import norm, rotary
+from selfspec.kernels import noise, norm, rotary
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.tiles import TILES, Tile, guess, tile
 
@@ -125,6 +126,26 @@ def test_rotary_agrees_with_torch_and_fills_the_cache(normed, d, p, dtype):
     assert torch.equal(cache[1].abs().sum((1, 3)).cpu() > 0, written)
 
 
+@pytest.mark.parametrize("vocab", [1, 5, 1024, 3000])
+def test_drawn_tokens_are_the_references(vocab):
+    """Seeds and positions of all sizes; noise to the last bits of a logarithm, and the first of equal sums."""
+    generator, make = draws(vocab, torch.float32)
+    scores = make(40, vocab, scale=3.0)
+    scores[1:3] = -torch.inf
+    scores[3, : vocab // 2] = -torch.inf
+    seed = torch.randint(-(1 << 62), 1 << 62, (40,), generator=generator).to(DEVICE)
+    at = torch.randint(1 << 20, (40,), generator=generator).to(DEVICE)
+    want = sampling.perturbed(scores, seed, at, lambda s: s.argmax(-1))
+    got = noise.draw(scores, seed, at)
+    assert torch.equal(got, want) and not got[1:3].any()
+    if vocab > 1:
+        assert not torch.equal(noise.draw(scores, seed + 1, at), want)
+        assert not torch.equal(noise.draw(scores, seed, at + 1), want)
+    sums = sampling.perturbed(scores, seed, at, lambda s: s.float())
+    torch.testing.assert_close(noise.noisy(scores, seed, at), sums, rtol=3e-7, atol=1e-7)
+    assert torch.equal(noise.draw(scores[7:8], seed[7:8], at[7:8]), got[7:8])
+
+
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """For sm_90, without a device: the interpreter runs much that a compiler refuses."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -132,6 +153,8 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     run = subprocess.run([sys.executable, "-P", script, "bfloat16"], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.splitlines()
-    assert {line.split()[0] for line in lines} == {"_linear", "_rmsnorm", "_rotary", "_partial", "_combine"}
+    assert {line.split()[0] for line in lines} == {
+        *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_partial", "_combine")
+    }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)
