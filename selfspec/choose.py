@@ -181,7 +181,7 @@ def node_scores(requests: list[Request], tree: DraftTree, logits: Tensor, start:
     rows: dict[int, Tensor] = {}
     scores = None
     for group in _groups(requests, tree, logits, start, text):
-        scores = group.scores()
+        scores = group.scores().float()
         rows |= dict(zip(group.index, scores))
     return _in_order(rows, scores)
 
@@ -205,8 +205,8 @@ class _Group:
     logits: Tensor
 
     def scores(self) -> Tensor:
-        """[n, M, V] float32"""
-        return self.logits.float() if self.recipe is None else self.recipe(self.nodes, self.logits)
+        """[n, M, V] float32; bare logits as they are, whose best is the same"""
+        return self.logits if self.recipe is None else self.recipe(self.nodes, self.logits)
 
     def targets(self, scores: Tensor) -> Tensor:
         """[n, M] long"""

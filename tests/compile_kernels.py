@@ -86,6 +86,14 @@ def noises(dtype, every):
         noise.noisy(scores, one, one)
 
 
+def walks(dtype, every):
+    from selfspec.kernels.walk import walk
+
+    nodes = torch.zeros(2, 33, dtype=torch.long)
+    walk(nodes, nodes, nodes)
+    walk(nodes, None, nodes)
+
+
 def attentions(dtype, every):
     from selfspec import rows
     from selfspec.attention import AttentionRule
@@ -106,5 +114,5 @@ def attentions(dtype, every):
 if __name__ == "__main__":
     driver.set_active(Device())
     jit.JITFunction.run = compile_only(jit.JITFunction.run)
-    for compile_all in (linears, rotaries, noises, attentions):
+    for compile_all in (linears, rotaries, noises, walks, attentions):
         compile_all(getattr(torch, sys.argv[1]), sys.argv[2:] == ["all"])

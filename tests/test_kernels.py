@@ -11,10 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 from selfspec import sampling
+from selfspec.draft import DraftTree
 from selfspec.kernels import linear as linears
-from selfspec.kernels import noise, norm, rotary
+from selfspec.kernels import noise, norm, rotary, walk
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.tiles import TILES, Tile, guess, tile
+from selfspec.verify import greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
@@ -146,6 +148,26 @@ def test_drawn_tokens_are_the_references(vocab):
     assert torch.equal(noise.draw(scores[7:8], seed[7:8], at[7:8]), got[7:8])
 
 
+@pytest.mark.parametrize("m", [1, 2, 7, 33])
+def test_walks_are_the_references(m):
+    """Random trees and chains over few tokens, with siblings of one token and padding at the end."""
+    generator, n = torch.Generator().manual_seed(m), 24
+    deep = 0
+    for _ in range(4):
+        tokens, targets = torch.randint(3, (2, n, m), generator=generator).unbind()
+        parents = (torch.rand(n, m, generator=generator) * torch.arange(m)).long()
+        parents[:, 0] = -1
+        gone = torch.arange(m) > torch.randint(m, (n, 1), generator=generator)
+        for how in (parents.masked_fill(gone, -1), None):
+            tree = DraftTree(tokens.masked_fill(gone, -1).to(DEVICE), None if how is None else how.to(DEVICE))
+            want = greedy.reference(tree, targets.to(DEVICE))
+            rows, count, emitted = walk.walk(tree.tokens, tree.parents, targets.to(DEVICE))
+            assert torch.equal(count, want.count) and torch.equal(emitted, want.tokens)
+            assert rows is None or torch.equal(rows, want.rows)
+            deep = max(deep, int(count.max()))
+    assert deep >= min(m, 3)
+
+
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """For sm_90, without a device: the interpreter runs much that a compiler refuses."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -154,7 +176,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
-        *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_partial", "_combine")
+        *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_walk", "_partial", "_combine")
     }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)
