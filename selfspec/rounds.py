@@ -71,7 +71,7 @@ class Rounds:
             clock: marks the parts.
 
         Returns:
-            [n, 2 + depth] long: `decode.settle`'s, and whether the verification has drafted for the next round.
+            [n, 2 + depth] long: `decode.settle`'s.
         """
         backbone, slots = self.backbone, self.slots
         tree, likely = self._candidates(plan, frame, size, redraft, requests, run)
@@ -97,12 +97,9 @@ class Rounds:
         if clock is not None:
             clock.lap("verify")
         accepted = self.chooser.accept(requests, tree, logits, slots.start[: frame.n], slots.view(frame.n))
-        ready = torch.zeros_like(accepted.count)
-        if groups is not None:
-            ready = self._save(frame.n, plan, groups, accepted, hidden.draft).long()
+        ready = None if groups is None else self._save(frame.n, plan, groups, accepted, hidden.draft)
         depth = min(tree.n_nodes, size)
-        out = decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth)
-        return torch.cat([out, ready[:, None]], 1)
+        return decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth, ready)
 
     def _candidates(
         self, plan: Plan, frame: Frame, size: int, redraft: bool, requests: list[Request], run: Callable[..., Any]

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from selfspec import sampling
+from selfspec import decode, sampling
 from selfspec.draft import DraftTree
 from selfspec.kernels import linear as linears
-from selfspec.kernels import noise, norm, rotary, walk
+from selfspec.kernels import noise, norm, rotary, settle, walk
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.tiles import TILES, Tile, guess, tile
 from selfspec.verify import greedy
@@ -168,6 +168,24 @@ def test_walks_are_the_references(m):
     assert deep >= min(m, 3)
 
 
+@pytest.mark.parametrize("ready", [None, torch.tensor([True, False, True])])
+@pytest.mark.parametrize("depth", [1, 5])
+def test_what_is_emitted_is_written_as_by_torch(depth, ready):
+    """Budgets that run out, and one that is spent; of the text's last column nothing is expected."""
+    generator = torch.Generator().manual_seed(depth)
+    for left in ([9, 2, 0], [1, 0, 7]):
+        tokens = torch.randint(99, (3, depth + 2), generator=generator)[:, :depth].to(DEVICE)
+        count = torch.randint(1, depth + 1, (3,), generator=generator).to(DEVICE)
+        saved = None if ready is None else ready.to(DEVICE)
+        states = [[torch.zeros(3, 20), torch.tensor([4, 0, 9]), torch.tensor(left)] for _ in range(2)]
+        states = [[t.long().to(DEVICE) for t in state] for state in states]
+        got = settle.move_on(*states[0], count, tokens, saved)
+        want = decode.torch_move_on(*states[1], count, tokens, saved)
+        assert torch.equal(got, want)
+        assert torch.equal(states[0][0][:, :-1], states[1][0][:, :-1])
+        assert all(torch.equal(a, b) for a, b in zip(states[0][1:], states[1][1:], strict=True))
+
+
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """For sm_90, without a device: the interpreter runs much that a compiler refuses."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -176,7 +194,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
-        *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_walk", "_partial", "_combine")
+        *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_walk", "_settle", "_partial", "_combine")
     }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)
