@@ -81,7 +81,10 @@ class MaskPathModel(nn.Module):
             [N, D, d] in the embeddings' dtype.
         """
         mask = self.mask.to(embeddings.dtype)
-        masks = mask[rows.slots] if len(mask) > 1 else mask[0]
+        if len(mask) == 1:
+            masks = mask[0]
+        else:
+            masks = mask[rows.slots] if rows.run is None else mask[rows.run.start : rows.run.stop]
         if len(mask) > 1 and torch.is_grad_enabled():  # the same values; the gradient is one matrix product
             masks = (rows.slots[..., None] == torch.arange(len(mask), device=mask.device)).to(mask) @ mask
         if self.token is not None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from selfspec import attention
 from selfspec.attention import AttentionRule
 from selfspec.cache import KVCache, PrefixCache
+from selfspec.graphs import capturable
 from selfspec.packed import pack, packable
 from selfspec.rows import RowLayout, chain
 from selfspec.shadow import (
@@ -42,11 +43,13 @@ class DraftRows:
         tokens: [N, D] long, `MASK` or a known token.
         slots: [N, D] long, index of each row in its group.
         features: [N, D or 1, F] hidden states of the last clean position that the group may use, or None.
+        run: what `slots` holds for every request, where the host knows.
     """
 
     tokens: Tensor
     slots: Tensor
     features: Tensor | None = None
+    run: range | None = None
 
 
 class MaskPath(Protocol):
@@ -217,7 +220,7 @@ class Backbone(nn.Module):
         taps = [] if x is None or self.path is None else list(self.path.taps)
         states: dict[int, Tensor] = {} if x is None or 0 not in taps else {0: x}
         self.route.n_clean = c
-        rope = self._rope(layout.positions)
+        rope = self._rope(layout.positions, getattr(cache, "rope", None))
         for i, layer in enumerate(self.layers):
             if i == entry and draft is not None:
                 assert self.path is not None
@@ -310,7 +313,9 @@ class Backbone(nn.Module):
 
     def new_cache(self, slots: int, capacity: int, tail: int) -> KVCache:
         """An empty cache for this model: `slots` requests of `capacity` positions, `tail` rows a forward."""
-        return KVCache(self.kv_shapes, slots, capacity, tail, self.dtype, self.device)
+        cache = KVCache(self.kv_shapes, slots, capacity, tail, self.dtype, self.device)
+        cache.rope = self._table(capacity + tail)
+        return cache
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings as the model's first layer gets them. [N, T] -> [N, T, d]"""
@@ -325,8 +330,19 @@ class Backbone(nn.Module):
         """The attention rule of some rows, with all that the layers will read from it."""
         return AttentionRule(layout, n_keys, self.backend, self.asked).prepare(set(self.windows))
 
-    def _rope(self, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    @torch.no_grad()
+    def _table(self, n: int) -> dict[str, Tensor] | None:
+        """Rotary factors of positions 0..n-1 to look up, cos and sin side by side; None if they depend on lengths."""
+        if not capturable(self.config):
+            return None
+        every = self._rope(torch.arange(n, device=self.device)[None])
+        return {kind: torch.stack(pair, 2)[0] for kind, pair in every.items()}  # each [n, 2, D]
+
+    def _rope(self, positions: Tensor, table: dict[str, Tensor] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
         """Rotary factors of all rows, by layer type where the model tells them apart. Each ([N, R, D], [N, R, D])"""
+        if table is not None:
+            found = {kind: values[positions] for kind, values in table.items()}  # [N, R, 2, D]
+            return {kind: (both[:, :, 0], both[:, :, 1]) for kind, both in found.items()}
         probe = torch.empty(0, device=positions.device, dtype=self.dtype)  # the module reads only dtype and device
         if self.max_positions is not None:  # rows past the end are never emitted, and must not rescale a dynamic rotary
             positions = positions.clamp(max=self.max_positions - 1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from selfspec.rows import RowLayout
+from selfspec.rows import RowLayout, steps
 
 
 @dataclass
@@ -116,6 +116,7 @@ class KVCache:
         self.place = _Place()
         self.layers = [SlotLayer(self.place, *kv) for kv in zip(self.stores, self.stores[len(shapes) :])]
         self.lengths = [0] * slots  # committed positions, known to the host
+        self.rope: dict[str, Tensor] | None = None  # cos and sin of every position, [S, 2, P]
 
     @property
     def nbytes(self) -> int:
@@ -152,8 +153,8 @@ class KVCache:
                 f"asked for {longest} and {r}, {n_keys} slots in all"
             )
         device = layout.positions.device
-        slot = layout.start[:, None] + torch.arange(r, device=device)
-        requests = torch.arange(first, first + n, device=device)[:, None]
+        slot = layout.positions if layout.straight else layout.start[:, None] + steps(r, device)
+        requests = steps(self.slots, device)[first : first + n, None]
         self.place.requests, self.place.slot = requests if base is None else requests + base, slot
         self.place.base, self.place.first, self.place.n, self.place.n_keys = base, first, held, n_keys
         return n_keys
@@ -168,7 +169,7 @@ class KVCache:
         requests, slot = self.place.requests, self.place.slot
         assert slot is not None
         src = slot[:, :1] + rows
-        dst = slot[:, :1] + torch.arange(rows.shape[1], device=rows.device)
+        dst = slot[:, : rows.shape[1]]
         for pool in self.pools:
             by_slot = pool.transpose(2, 3)  # [stores, slots, S, Hkv, D]
             by_slot[:, requests, dst] = by_slot[:, requests, src]  # gathered whole before it is written

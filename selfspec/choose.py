@@ -23,7 +23,8 @@ from selfspec.nodes import Nodes, Text, part_of, pick
 from selfspec.plan import Plan
 from selfspec.recipe import Recipe
 from selfspec.request import Request
-from selfspec.sampling import draw, perturbed
+from selfspec.rows import steps
+from selfspec.sampling import draw, noisy
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import best, walk
 
@@ -100,7 +101,7 @@ class Chooser:
         chosen = list(_chosen(requests, tree, logits, start, text))
         rows = _by_request(chosen)
         rows |= {i: _walk_lazily(r, tree, i, logits[i]) for i, r in enumerate(requests) if r.lazy}
-        accepted = walk(tree, torch.stack([rows[i] for i in range(len(requests))]))
+        accepted = walk(tree, _in_order(rows, chosen[0][2] if chosen else None))
         if any(r.lazy for r in requests):  # one that has ended may lead on to a node that was not visited
             accepted = replace(accepted, tokens=accepted.tokens.clamp(min=0))
         for index, scores, _ in chosen:
@@ -131,9 +132,11 @@ class Chooser:
         sampled = [i for i, r in enumerate(requests) if r.sampling is not None and r.sampling.sample]
         if sampled:
             seed = seeds_of(requests, start.device) if seed is None else seed
-            scores = _draft_scores(requests, logits)
+            scores = _draft_scores(requests, logits, self.draws)
             if self.draws:
                 return drawn(anchor, scores, seed, start, nodes)
+            if nodes is None:
+                return DraftTree(torch.cat([anchor[:, None], _guesses(sampled, scores, seed, start)], 1))
             logits = _coupled(sampled, scores, seed, start)
         return chain_of(anchor, logits) if nodes is None else best_first(anchor, logits, nodes)
 
@@ -172,18 +175,17 @@ def device_targets(requests: list[Request], tree: DraftTree, logits: Tensor, sta
         [N, M] long
     """
     chosen = list(_chosen(requests, tree, logits, start, text))
-    if len(chosen) == 1:
-        return chosen[0][2]
-    rows = _by_request(chosen)
-    return torch.stack([rows[i] for i in range(len(requests))])
+    return _in_order(_by_request(chosen), chosen[0][2])
 
 
 def node_scores(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> Tensor:
     """Target scores after every node, whether or not it will be reached. [N, M, V] float32. See `device_targets`."""
     rows: dict[int, Tensor] = {}
+    scores = None
     for group in _groups(requests, tree, logits, start, text):
-        rows |= dict(zip(group.index, group.scores()))
-    return torch.stack([rows[i] for i in range(len(requests))])
+        scores = group.scores().float()
+        rows |= dict(zip(group.index, scores))
+    return _in_order(rows, scores)
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,8 @@ class _Group:
     logits: Tensor
 
     def scores(self) -> Tensor:
-        """[n, M, V] float32"""
-        return self.logits.float() if self.recipe is None else self.recipe(self.nodes, self.logits)
+        """[n, M, V] float32; bare logits as they are, whose best is the same"""
+        return self.logits if self.recipe is None else self.recipe(self.nodes, self.logits)
 
     def targets(self, scores: Tensor) -> Tensor:
         """[n, M] long"""
@@ -278,30 +280,53 @@ def _walk_lazily(request: Request, tree: DraftTree, i: int, logits: Tensor) -> T
 # ---- drafts
 
 
-def _draft_scores(requests: list[Request], logits: Tensor) -> Tensor:
-    """The drafter's logits through every request's temperature and cuts. [N, T, V] float32"""
+def _draft_scores(requests: list[Request], logits: Tensor, cut: bool) -> Tensor:
+    """The drafter's logits through every request's temperature and cuts. [N, T, V] float32
+
+    A guess does without cuts (`cut` is False): they take long, and hardly ever decide which token is the likeliest.
+    """
     kinds: dict[Recipe, list[int]] = {}
     for i, r in enumerate(requests):
-        kinds.setdefault(r.cuts, []).append(i)
+        kinds.setdefault(r.cuts if cut else r.cuts.light, []).append(i)
     rows: dict[int, Tensor] = {}
+    scores = None
     for recipe, index in kinds.items():
-        rows |= dict(zip(index, recipe(None, pick(logits, index))))
-    return torch.stack([rows[i] for i in range(len(requests))])
+        scores = recipe(None, pick(logits, index))
+        rows |= dict(zip(index, scores))
+    return _in_order(rows, scores)
 
 
 def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
     """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
-    n, t, v = scores.shape
-    key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + torch.arange(t, device=start.device)
-    some = pick(scores, sampled).reshape(-1, v)
-    noisy = perturbed(some, key.repeat_interleave(t), at.reshape(-1), lambda s: s.float()).view(-1, t, v)
-    rows = dict(enumerate(scores)) | dict(zip(sampled, noisy))
-    return torch.stack([rows[i] for i in range(n)])
+    perturbed = noisy(*_draws(sampled, scores, seed, start)).view(-1, *scores.shape[1:])
+    return _in_order(dict(enumerate(scores)) | dict(zip(sampled, perturbed)), perturbed)
+
+
+def _guesses(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
+    """The best of these perturbed scores. [N, T] long"""
+    drawn = draw(*_draws(sampled, scores, seed, start)).view(-1, scores.shape[1])
+    if len(sampled) == len(scores):
+        return drawn
+    return _in_order(dict(enumerate(scores.argmax(-1))) | dict(zip(sampled, drawn)), None)
+
+
+def _draws(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores [R, V], seeds and positions [R] of all rows that are drawn."""
+    _, t, v = scores.shape
+    key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + steps(t, start.device)
+    return pick(scores, sampled).reshape(-1, v), key[:, None].expand(-1, t).reshape(-1), at.reshape(-1)
 
 
 def seeds_of(requests: list[Request], device: torch.device) -> Tensor:
     """The seed of each request's noise, 0 where there is none. [N] long"""
     return torch.tensor([0 if r.sampling is None else r.sampling.seed for r in requests], device=device)
+
+
+def _in_order(rows: dict[int, Tensor], group: Tensor | None) -> Tensor:
+    """Rows by their numbers 0, 1, ...; `group` where one group has them all, in that order already."""
+    if group is not None and list(rows) == list(range(len(group))):
+        return group
+    return torch.stack([rows[i] for i in range(len(rows))])
 
 
 def _by_request(chosen: list[tuple[list[int], Tensor, Tensor]]) -> dict[int, Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec import rows
+from selfspec import kernels, rows
 from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
@@ -109,13 +109,20 @@ def verify(
     """
     clean = rows.chain(start, tree.n_nodes)
     if tree.parents is not None:
-        clean = rows.tree(start, tree.parents, tree.ancestors)
+        clean = rows.tree(start, tree.parents, tree.ancestors, tree.depths)
     layout, inputs = (clean, None) if hang is None else attach(clean, *hang, path.causal)
     return backbone(layout, cache, tree.tokens.clamp(min=0), inputs, first=frame.first, n_keys=frame.n_keys)
 
 
 def settle(
-    cache: KVCache, slots: Slots, frame: Frame, tree: DraftTree, accepted: Accepted, taps: Tensor | None, depth: int
+    cache: KVCache,
+    slots: Slots,
+    frame: Frame,
+    tree: DraftTree,
+    accepted: Accepted,
+    taps: Tensor | None,
+    depth: int,
+    ready: Tensor | None = None,
 ) -> Tensor:
     """Keep the accepted rows and move on to the bonus token.
 
@@ -127,27 +134,56 @@ def settle(
         accepted: the path.
         taps: [n, M, F] features of the tree's nodes, where the mask path wants them.
         depth: nodes of the tree's longest path.
+        ready: [n] bool, whether a draft for the next round was saved; None if not.
 
     Returns:
-        [n, 1 + depth] long: how many tokens each request emits, and the tokens.
+        [n, 2 + depth] long: how many tokens each request emits, the tokens, and `ready`.
     """
     text, start, left = slots.text[frame.span], slots.start[frame.span], slots.left[frame.span]  # views
-    count = torch.minimum(accepted.count, left)
-    tokens, step = accepted.tokens[:, :depth], torch.arange(depth, device=start.device)
-    nowhere = text.shape[1] - 1
-    at = torch.where(step < count[:, None], start[:, None] + 1 + step, nowhere)
-    text.scatter_(1, at, tokens)
+    out = move_on(text, start, left, accepted.count, accepted.tokens[:, :depth], ready)
     if tree.parents is not None:
         cache.compact(accepted.rows[:, :depth])
     if taps is not None:
         assert slots.features is not None
         features = slots.features[frame.span]
-        features.copy_(torch.where(count[:, None] > 0, _at(taps, accepted.last), features))
+        features.copy_(torch.where(out[:, :1] > 0, _at(taps, accepted.last), features))
+    return out
+
+
+def move_on(text: Tensor, start: Tensor, left: Tensor, count: Tensor, tokens: Tensor, ready: Tensor | None) -> Tensor:
+    """Write what is emitted behind each text, and advance starts and budgets, all in place.
+
+    Args:
+        text: [n, W] long; the last column takes what nobody wants.
+        start: [n] long
+        left: [n] long
+        count: [n] long, tokens accepted, of which `left` may be emitted.
+        tokens: [n, depth] long
+        ready: [n] bool, or None for none.
+
+    Returns:
+        See `settle`.
+    """
+    if kernels.serve(text):
+        from selfspec.kernels import settle as kernel
+
+        return kernel.move_on(text, start, left, count, tokens, ready)
+    return torch_move_on(text, start, left, count, tokens, ready)
+
+
+def torch_move_on(
+    text: Tensor, start: Tensor, left: Tensor, count: Tensor, tokens: Tensor, ready: Tensor | None
+) -> Tensor:
+    """The same by torch."""
+    count, step = torch.minimum(count, left), rows.steps(tokens.shape[1], start.device)
+    at = torch.where(step < count[:, None], start[:, None] + 1 + step, text.shape[1] - 1)
+    text.scatter_(1, at, tokens)
     start += count
     left -= count
-    return torch.cat([count[:, None], tokens], 1)
+    saved = torch.zeros_like(count) if ready is None else ready.long()
+    return torch.cat([count[:, None], tokens, saved[:, None]], 1)
 
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
     """values [n, C, ...], index [n] -> [n, ...]"""
-    return values[torch.arange(len(index), device=index.device), index]
+    return values[rows.steps(len(index), index.device), index]

@@ -12,7 +12,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from selfspec import rows
 from selfspec.draft import DraftTree
 
 
@@ -49,12 +48,15 @@ class Nodes:
     """
 
     def __init__(self, tree: DraftTree, start: Tensor, text: Text):
-        n, m = tree.tokens.shape
         self.tree, self.start, self.text = tree, start, text
-        self.depth = torch.arange(m, device=start.device).expand(n, m)
-        if tree.parents is not None:
-            self.depth = self.above.sum(-1) - 1
-        self.length = start[:, None] + 1 + self.depth
+
+    @cached_property
+    def depth(self) -> Tensor:
+        return self.tree.depths
+
+    @cached_property
+    def length(self) -> Tensor:
+        return self.start[:, None] + 1 + self.depth
 
     @cached_property
     def above(self) -> Tensor:
@@ -62,7 +64,7 @@ class Nodes:
         n, m = self.tree.tokens.shape
         if self.tree.parents is None:
             return torch.ones(m, m, dtype=torch.bool, device=self.start.device).tril().expand(n, m, m)
-        return rows.ancestors(self.tree.parents)
+        return self.tree.ancestors
 
     @cached_property
     def path(self) -> Tensor:
@@ -125,5 +127,5 @@ def pick(values: Tensor, index: list[int]) -> Tensor:
 
 def part_of(tree: DraftTree, index: list[int]) -> DraftTree:
     """Some of the trees."""
-    some = (None if t is None else pick(t, index) for t in (tree.tokens, tree.parents, tree.probs))
-    return DraftTree(*some)  # type: ignore[arg-type]
+    parts = (tree.tokens, tree.parents, tree.probs, tree.scores, tree.paths, tree.levels)
+    return DraftTree(*(None if t is None else pick(t, index) for t in parts))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ on to it, since its steps keep the constant tensors that the graph reads, and it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -34,6 +35,16 @@ class Recipe:
         self.steps = steps
         self.reads_text = any(s.reads_text for s in steps)
         self.of_scores = all(s.of_scores for s in steps)
+
+    @cached_property
+    def cuts(self) -> Recipe:
+        """The steps that are functions of the scores alone. It holds on to the same constants."""
+        return Recipe.of([s for s in self.steps if s.of_scores])
+
+    @cached_property
+    def light(self) -> Recipe:
+        """Without the steps that rank the vocabulary or sum over it."""
+        return Recipe.of([s for s in self.steps if not (isinstance(s, Pure) and s.key[0] in RANKING)])
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Recipe:
@@ -131,6 +142,8 @@ PURE = {
     *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
     *("InfNanRemoveLogitsProcessor", "LogitNormalization"),
 }
+# those of them that cut a distribution's tail, or normalise it
+RANKING = PURE - {"TemperatureLogitsWarper", "InfNanRemoveLogitsProcessor"}
 
 
 def _ids(values: Tensor) -> tuple[int, ...]:

@@ -66,6 +66,8 @@ class Request:
     @cached_property
     def cuts(self) -> Recipe:
         """Those of its processors that its drafts pass through too."""
+        if self.recipe is not None:
+            return self.recipe.cuts  # which lives as long as a graph that was captured with the recipe
         processors = [] if self.sampling is None else self.sampling.pipeline.processors
         return cuts_of(processors, self.prompt, self.max_new_tokens)
 

@@ -71,7 +71,7 @@ class Rounds:
             clock: marks the parts.
 
         Returns:
-            [n, 2 + depth] long: `decode.settle`'s, and whether the verification has drafted for the next round.
+            [n, 2 + depth] long: `decode.settle`'s.
         """
         slots = self.slots
         backbone = self.bodies[plan.adapter] if plan.overlap else verifier_of(self.bodies)
@@ -81,13 +81,15 @@ class Rounds:
         groups = None
         if plan.overlap:
             groups = self._groups(plan, tree, likely)
-        parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents, tree.ancestors)
+        parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents, tree.ancestors, tree.depths)
         hung = () if groups is None else (groups.nodes, groups.tokens)
         shapes = tuple(t.shape for t in (*parts, *hung))
 
         def forward(*inputs: Tensor) -> decode.Hidden:
             (tokens, *how), which = inputs[: len(parts)], inputs[len(parts) :]
-            candidates = DraftTree(tokens, how[0] if how else None, paths=how[1] if how else None)
+            candidates = DraftTree(tokens)
+            if how:
+                candidates = DraftTree(tokens, how[0], paths=how[1], levels=how[2])
             hang = (Groups(*which), plan.block_size) if which else None
             return decode.verify(
                 backbone, self.cache, slots.start[: frame.n], candidates, frame, hang, self.config(backbone)
@@ -98,12 +100,9 @@ class Rounds:
         if clock is not None:
             clock.lap("verify")
         accepted = self.chooser.accept(requests, tree, logits, slots.start[: frame.n], slots.view(frame.n))
-        ready = torch.zeros_like(accepted.count)
-        if groups is not None:
-            ready = self._save(frame.n, plan, groups, accepted, hidden.draft).long()
+        ready = None if groups is None else self._save(frame.n, plan, groups, accepted, hidden.draft)
         depth = min(tree.n_nodes, size)
-        out = decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth)
-        return torch.cat([out, ready[:, None]], 1)
+        return decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth, ready)
 
     def _candidates(
         self, plan: Plan, frame: Frame, size: int, redraft: bool, requests: list[Request], run: Callable[..., Any]

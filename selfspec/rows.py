@@ -8,6 +8,7 @@ Every forward of the package (prefill, plain decoding, draft, verify, overlapped
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class RowLayout:
         segments: [N, R] long, packed document of each row; None when there is one.
         key_segments: [N, S] long, packed document of each prefix slot.
         paths: [N, C, C] bool, `ancestors(parents)` where it is known already.
+        seen: [N, R, R] bool, `row_to_row` of the layout, likewise.
+        straight: row i stands on position start + i, so that its position is its slot.
     """
 
     positions: Tensor
@@ -46,6 +49,8 @@ class RowLayout:
     segments: Tensor | None = None
     key_segments: Tensor | None = None
     paths: Tensor | None = None
+    seen: Tensor | None = None
+    straight: bool = False
 
     @property
     def n_requests(self) -> int:
@@ -62,9 +67,41 @@ class RowLayout:
     def clean(self) -> RowLayout:
         """The same forward without its draft rows: what the layers below the entry layer see."""
         segments = None if self.segments is None else self.segments[:, : self.n_clean]
-        return replace(
-            self, positions=self.positions[:, : self.n_clean], attach=None, group=None, limit=None, segments=segments
-        )
+        positions = self.positions[:, : self.n_clean]
+        return replace(self, positions=positions, attach=None, group=None, limit=None, segments=segments, seen=None)
+
+
+def steps(n: int, device: torch.device) -> Tensor:
+    """0, 1, ..., n - 1: of one tensor for all who ask, since filling it anew costs a launch. Never written to. [n]"""
+    return _steps(max(n - 1, 0).bit_length(), device)[:n]
+
+
+def filled(value: int, n: int, device: torch.device) -> Tensor:
+    """n times the same number; see `steps`. [n] long"""
+    return _filled(value, max(n - 1, 0).bit_length(), device)[:n]
+
+
+# kept for good: a CUDA graph that has read one goes on reading where it stood
+
+
+@cache
+@torch.inference_mode(False)
+def _steps(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(1 << bits, device=device)
+
+
+@cache
+@torch.inference_mode(False)
+def _filled(value: int, bits: int, device: torch.device) -> Tensor:
+    return torch.full((1 << bits,), value, device=device)
+
+
+@cache
+@torch.inference_mode(False)
+def _one_group(n: int, causal: bool, device: torch.device) -> Tensor:
+    """Which rows of a group see which. bool [n, n]"""
+    full = torch.ones(n, n, dtype=torch.bool, device=device)
+    return full.tril() if causal else full
 
 
 def chain(start: Tensor, n: int, segments: Tensor | None = None) -> RowLayout:
@@ -75,20 +112,22 @@ def chain(start: Tensor, n: int, segments: Tensor | None = None) -> RowLayout:
         n: rows per request.
         segments: [N, n] long, packed documents (training).
     """
-    positions = start[:, None] + torch.arange(n, device=start.device)  # [N, n]
-    return RowLayout(positions, start, n, segments=segments)
+    positions = start[:, None] + steps(n, start.device)  # [N, n]
+    return RowLayout(positions, start, n, segments=segments, straight=True)
 
 
-def tree(start: Tensor, parents: Tensor, paths: Tensor | None = None) -> RowLayout:
+def tree(start: Tensor, parents: Tensor, paths: Tensor | None = None, levels: Tensor | None = None) -> RowLayout:
     """Clean rows of a token tree; a node's position is `start` plus its depth.
 
     Args:
         start: [N] long, committed lengths.
         parents: [N, C] long, -1 for a root.
         paths: [N, C, C] bool, `ancestors(parents)` where the tree's builder has it.
+        levels: [N, C] long, `depths(parents)` likewise.
     """
     paths = ancestors(parents) if paths is None else paths
-    return RowLayout(start[:, None] + paths.sum(-1) - 1, start, parents.shape[1], parents=parents, paths=paths)
+    levels = paths.sum(-1) - 1 if levels is None else levels
+    return RowLayout(start[:, None] + levels, start, parents.shape[1], parents=parents, paths=paths)
 
 
 def block(start: Tensor, n: int, causal: bool = False) -> RowLayout:
@@ -99,10 +138,12 @@ def block(start: Tensor, n: int, causal: bool = False) -> RowLayout:
         n: rows of the group.
         causal: the group is causal rather than bidirectional.
     """
-    rows = torch.zeros_like(start)[:, None].expand(-1, n)
-    positions = start[:, None] + torch.arange(n, device=start.device)
-    limit = start[:, None].expand(-1, n)
-    return RowLayout(positions, start, 0, attach=rows - 1, group=rows, limit=limit, causal=causal)
+    positions, limit = start[:, None] + steps(n, start.device), start[:, None].expand(-1, n)
+    attach, group = (filled(x, n, start.device).expand(len(start), n) for x in (-1, 0))
+    seen = _one_group(n, causal, start.device).expand(len(start), n, n)
+    return RowLayout(
+        positions, start, 0, attach=attach, group=group, limit=limit, causal=causal, seen=seen, straight=True
+    )
 
 
 def overlapped(clean: RowLayout, nodes: Tensor, n: int, causal: bool = False) -> RowLayout:
@@ -125,6 +166,7 @@ def overlapped(clean: RowLayout, nodes: Tensor, n: int, causal: bool = False) ->
         group=torch.where(nodes >= 0, ids, -1).repeat_interleave(n, 1),
         limit=clean.start[:, None].expand(-1, positions.shape[1]),
         causal=causal,
+        straight=False,
     )
 
 
@@ -143,12 +185,20 @@ def ancestors(parents: Tensor) -> Tensor:
     return step
 
 
-def paths(parents: Tensor) -> Tensor:
-    """`out[n, i, j]`: the row at depth j on the way from the root to row i, -1 below i. [N, C] -> int32 [N, C, C]"""
+def paths(parents: Tensor, up: Tensor | None = None) -> Tensor:
+    """`out[n, i, j]`: the row at depth j on the way from the root to row i, -1 below i.
+
+    Args:
+        parents: [N, C] long.
+        up: bool [N, C, C], `ancestors(parents)` where it is known already.
+
+    Returns:
+        int32 [N, C, C]
+    """
     n, c = parents.shape
-    up = ancestors(parents)  # [N, C, C]
+    up = ancestors(parents) if up is None else up
     depth = (up.sum(-1) - 1)[:, None].expand(n, c, c)  # of each ancestor
-    rows = torch.arange(c, device=parents.device, dtype=torch.int32).expand(n, c, c)
+    rows = steps(c, parents.device).int().expand(n, c, c)
     out = torch.full((n, c, c + 1), -1, dtype=torch.int32, device=parents.device)
     return out.scatter_(2, torch.where(up, depth, c), torch.where(up, rows, -1))[..., :c].contiguous()
 
@@ -191,6 +241,8 @@ def attention_rule(layout: RowLayout, n_keys: int, window: int | None = None) ->
 
 def row_to_row(layout: RowLayout) -> Tensor:
     """Which rows of this forward see which others. bool [N, R, R]"""
+    if layout.seen is not None:
+        return layout.seen
     n, r, c = layout.n_requests, layout.n_rows, layout.n_clean
     device = layout.positions.device
     if layout.parents is None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.generation import LogitsProcessorList
 
+from selfspec import kernels
+
 CHUNK = 1 << 22  # scores perturbed at a time: the noise is float64, and its hashing needs a few copies
 DRAFT, ACCEPT, RESIDUAL, NOISE = 1, 2, 3, 4  # streams of noise that must not depend on one another
 
@@ -57,7 +59,20 @@ def draw(scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     Returns:
         [R] long
     """
+    if kernels.serve(scores):
+        from selfspec.kernels import noise
+
+        return noise.draw(scores, seed, position)
     return perturbed(scores, seed, position, lambda s: s.argmax(-1))
+
+
+def noisy(scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """scores + noise, of which `draw` takes the best. [R, V] float32; see there."""
+    if kernels.serve(scores):
+        from selfspec.kernels import noise
+
+        return noise.noisy(scores, seed, position)
+    return perturbed(scores, seed, position, lambda s: s.float())
 
 
 def perturbed(scores: Tensor, seed: Tensor, position: Tensor, reduce) -> Tensor:

@@ -77,6 +77,26 @@ def rotaries(dtype, every):
         rotary(qkv, cos, cos, cache, cache, *where, norm, norm)
 
 
+def noises(dtype, every):
+    from selfspec.kernels import noise
+
+    one = torch.zeros(2, dtype=torch.long)
+    for scores in (rand(2, 49152, dtype=torch.float32), rand(2, 49152, dtype=dtype))[: 1 + every]:
+        noise.draw(scores, one, one)
+        noise.noisy(scores, one, one)
+
+
+def walks(dtype, every):
+    from selfspec.kernels.settle import move_on
+    from selfspec.kernels.walk import walk
+
+    nodes = torch.zeros(2, 33, dtype=torch.long)
+    walk(nodes, nodes, nodes)
+    walk(nodes, None, nodes)
+    for ready in (None, nodes[:, 0] > 0):
+        move_on(nodes, nodes[:, 0], nodes[:, 1], nodes[:, 2], nodes[:, :17], ready)
+
+
 def attentions(dtype, every):
     from selfspec import rows
     from selfspec.attention import AttentionRule
@@ -97,5 +117,5 @@ def attentions(dtype, every):
 if __name__ == "__main__":
     driver.set_active(Device())
     jit.JITFunction.run = compile_only(jit.JITFunction.run)
-    for compile_all in (linears, rotaries, attentions):
+    for compile_all in (linears, rotaries, noises, walks, attentions):
         compile_all(getattr(torch, sys.argv[1]), sys.argv[2:] == ["all"])

@@ -7,7 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from tiny import EXPERTS, FAMILIES, LAYERS, PROMPT, RAGGED, VOCAB, StatesPath, build, model_of, path_of, reference
+from tiny import (
+    EXPERTS,
+    FAMILIES,
+    LAYERS,
+    POSITIONS,
+    PROMPT,
+    RAGGED,
+    VOCAB,
+    StatesPath,
+    backbone,
+    build,
+    model_of,
+    path_of,
+    reference,
+)
 
 from selfspec import SelfSpecModel, rows
 from selfspec.backbone import MASK, Backbone, DraftRows, RoutedLinear
@@ -389,3 +403,20 @@ def test_wrapped_models_are_told_apart(wrap):
         wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(UnsupportedModel, match=r"torch\.compile|merge_and_unload"):
         Backbone(wrapped)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_looked_up_rotary_factors_are_the_modules_own(family):
+    """To the last bit, past the model's positions too."""
+    body = backbone(family, torch.float32)
+    table = body.new_cache(1, POSITIONS, 9).rope
+    positions = torch.randint(POSITIONS + 9, (3, 5), generator=torch.Generator().manual_seed(1))
+    want, got = body._rope(positions), body._rope(positions, table)
+    assert table is not None and want.keys() == got.keys()
+    for kind, pair in want.items():
+        assert all(torch.equal(a, b) for a, b in zip(pair, got[kind], strict=True))
+
+
+def test_rotary_factors_that_depend_on_lengths_are_not_looked_up():
+    model = build(rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0))
+    assert Backbone(model).new_cache(1, 40, 4).rope is None

@@ -10,10 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from selfspec import decode, sampling
+from selfspec.draft import DraftTree
 from selfspec.kernels import linear as linears
-from selfspec.kernels import norm, rotary
+from selfspec.kernels import noise, norm, rotary, settle, walk
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.tiles import TILES, Tile, guess, tile
+from selfspec.verify import greedy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
@@ -125,6 +128,64 @@ def test_rotary_agrees_with_torch_and_fills_the_cache(normed, d, p, dtype):
     assert torch.equal(cache[1].abs().sum((1, 3)).cpu() > 0, written)
 
 
+@pytest.mark.parametrize("vocab", [1, 5, 1024, 3000])
+def test_drawn_tokens_are_the_references(vocab):
+    """Seeds and positions of all sizes; noise to the last bits of a logarithm, and the first of equal sums."""
+    generator, make = draws(vocab, torch.float32)
+    scores = make(40, vocab, scale=3.0)
+    scores[1:3] = -torch.inf
+    scores[3, : vocab // 2] = -torch.inf
+    seed = torch.randint(-(1 << 62), 1 << 62, (40,), generator=generator).to(DEVICE)
+    at = torch.randint(1 << 20, (40,), generator=generator).to(DEVICE)
+    want = sampling.perturbed(scores, seed, at, lambda s: s.argmax(-1))
+    got = noise.draw(scores, seed, at)
+    assert torch.equal(got, want) and not got[1:3].any()
+    if vocab > 1:
+        assert not torch.equal(noise.draw(scores, seed + 1, at), want)
+        assert not torch.equal(noise.draw(scores, seed, at + 1), want)
+    sums = sampling.perturbed(scores, seed, at, lambda s: s.float())
+    torch.testing.assert_close(noise.noisy(scores, seed, at), sums, rtol=3e-7, atol=1e-7)
+    assert torch.equal(noise.draw(scores[7:8], seed[7:8], at[7:8]), got[7:8])
+
+
+@pytest.mark.parametrize("m", [1, 2, 7, 33])
+def test_walks_are_the_references(m):
+    """Random trees and chains over few tokens, with siblings of one token and padding at the end."""
+    generator, n = torch.Generator().manual_seed(m), 24
+    deep = 0
+    for _ in range(4):
+        tokens, targets = torch.randint(3, (2, n, m), generator=generator).unbind()
+        parents = (torch.rand(n, m, generator=generator) * torch.arange(m)).long()
+        parents[:, 0] = -1
+        gone = torch.arange(m) > torch.randint(m, (n, 1), generator=generator)
+        for how in (parents.masked_fill(gone, -1), None):
+            tree = DraftTree(tokens.masked_fill(gone, -1).to(DEVICE), None if how is None else how.to(DEVICE))
+            want = greedy.reference(tree, targets.to(DEVICE))
+            rows, count, emitted = walk.walk(tree.tokens, tree.parents, targets.to(DEVICE))
+            assert torch.equal(count, want.count) and torch.equal(emitted, want.tokens)
+            assert rows is None or torch.equal(rows, want.rows)
+            deep = max(deep, int(count.max()))
+    assert deep >= min(m, 3)
+
+
+@pytest.mark.parametrize("ready", [None, torch.tensor([True, False, True])])
+@pytest.mark.parametrize("depth", [1, 5])
+def test_what_is_emitted_is_written_as_by_torch(depth, ready):
+    """Budgets that run out, and one that is spent; of the text's last column nothing is expected."""
+    generator = torch.Generator().manual_seed(depth)
+    for left in ([9, 2, 0], [1, 0, 7]):
+        tokens = torch.randint(99, (3, depth + 2), generator=generator)[:, :depth].to(DEVICE)
+        count = torch.randint(1, depth + 1, (3,), generator=generator).to(DEVICE)
+        saved = None if ready is None else ready.to(DEVICE)
+        states = [[torch.zeros(3, 20), torch.tensor([4, 0, 9]), torch.tensor(left)] for _ in range(2)]
+        states = [[t.long().to(DEVICE) for t in state] for state in states]
+        got = settle.move_on(*states[0], count, tokens, saved)
+        want = decode.torch_move_on(*states[1], count, tokens, saved)
+        assert torch.equal(got, want)
+        assert torch.equal(states[0][0][:, :-1], states[1][0][:, :-1])
+        assert all(torch.equal(a, b) for a, b in zip(states[0][1:], states[1][1:], strict=True))
+
+
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """For sm_90, without a device: the interpreter runs much that a compiler refuses."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -132,6 +193,8 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     run = subprocess.run([sys.executable, "-P", script, "bfloat16"], env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.splitlines()
-    assert {line.split()[0] for line in lines} == {"_linear", "_rmsnorm", "_rotary", "_partial", "_combine"}
+    assert {line.split()[0] for line in lines} == {
+        *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_walk", "_settle", "_partial", "_combine")
+    }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from selfspec import rows
 from selfspec.rows import RowLayout, ancestors, attention_rule, block, chain, depths, overlapped, tree
 
 
@@ -159,3 +160,25 @@ def test_a_training_group_does_not_see_its_own_answer():
     """The limit is the anchor's position: packed documents and later prefix positions stay hidden."""
     layout = replace(block(torch.tensor([8]), 3), limit=torch.tensor([[5, 5, 5]]), positions=torch.tensor([[5, 6, 7]]))
     assert attention_rule(layout, 11)[0, 0, :8].nonzero()[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_paths_of_known_ancestors_are_the_same():
+    parents = torch.tensor([[-1, 0, 0, 1, 3, 2, -1], [-1, 0, 1, 2, 3, 4, 5]])
+    assert torch.equal(rows.paths(parents, ancestors(parents)), rows.paths(parents))
+    wrong = torch.eye(7, dtype=torch.bool).expand(2, 7, 7)
+    assert not torch.equal(rows.paths(parents, wrong), rows.paths(parents))  # it is what is read
+
+
+def test_shared_constants_hold_what_they_say_at_every_size():
+    cpu = torch.device("cpu")
+    for n in (0, 1, 2, 3, 8, 9, 100):
+        assert rows.steps(n, cpu).tolist() == list(range(n))
+        assert rows.filled(-1, n, cpu).tolist() == [-1] * n
+    with torch.inference_mode():
+        assert not rows.steps(1 << 12, cpu).is_inference()  # training may come later
+
+
+def test_a_block_knows_which_rows_see_which():
+    for causal in (False, True):
+        layout = rows.block(torch.tensor([3, 5]), 4, causal)
+        assert torch.equal(rows.row_to_row(layout), rows.row_to_row(replace(layout, seen=None)))

@@ -4,9 +4,11 @@ import pytest
 import torch
 from tiny import PROMPT, RAGGED, VOCAB, model_of, path_of
 from transformers import GenerationConfig
+from transformers.generation import LogitsProcessorList, logits_process
 
 from selfspec import SelfSpecModel, sampling
 from selfspec.backbone import Backbone
+from selfspec.choose import _draft_scores
 from selfspec.plan import Plan
 from selfspec.request import Request
 from selfspec.sampling import Pipeline, Sampling
@@ -264,3 +266,13 @@ def test_draws_in_parts_are_the_same_draws(monkeypatch):
     whole = sampling.draw(scores, seed, position)
     monkeypatch.setattr(sampling, "CHUNK", 50)
     assert torch.equal(sampling.draw(scores, seed, position), whole)
+
+
+def test_guesses_do_without_cuts_and_drawn_drafts_do_not():
+    """A coupled draft keeps the temperature alone; the q that rejection weighs is the one that was cut."""
+    cuts = [logits_process.TemperatureLogitsWarper(0.5), logits_process.TopKLogitsWarper(1)]
+    request = Request([1], 4, sampling=Sampling(Pipeline(LogitsProcessorList(cuts)), True, 3))
+    logits = torch.tensor([[[0.0, 1.0, 3.0]]])
+    assert torch.equal(_draft_scores([request], logits, False), logits / 0.5)
+    assert torch.equal(_draft_scores([request], logits, True)[0, 0], torch.tensor([-torch.inf, -torch.inf, 6.0]))
+    assert request.cuts is request.recipe.cuts  # so that a graph's key keeps its constants

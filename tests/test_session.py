@@ -7,10 +7,13 @@ import pytest
 import torch
 from decoding import MODES, B, N, outputs
 from tiny import PROMPT, RAGGED, VOCAB, OraclePath, model_of, path_of, reference, run
+from transformers.generation import LogitsProcessorList, logits_process
 
+from selfspec import kernels
 from selfspec.backbone import Backbone
 from selfspec.graphs import Graphs
 from selfspec.plan import Plan
+from selfspec.sampling import Pipeline, Sampling
 from selfspec.session import Request, Session
 
 
@@ -256,3 +259,22 @@ def test_one_prefill_graph_serves_all_slots():
     assert outputs(requests) == reference(model, prompts, 4)
     assert len({k for k in graphs.keys if k[0] == "prefill"}) == 1
     assert len([k for k in graphs.keys if k[0] == "prefill"]) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU, kernels are not interpreted")
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("mode", ["ar", "sequential", "tree"])
+def test_rounds_of_kernels_answer_as_torchs_do(mode, sample, monkeypatch):
+    """Tree, draw and walk by the kernels that a GPU runs, cuts and all."""
+    pytest.importorskip("triton")
+    model, texts = model_of(), []
+    for devices in ({"cuda"}, {"cuda", "cpu"}):
+        monkeypatch.setattr(kernels, "DEVICES", devices)
+        cuts = [logits_process.TemperatureLogitsWarper(0.8), logits_process.TopPLogitsWarper(0.9)]
+        how = Sampling(Pipeline(LogitsProcessorList(cuts)), True, 5) if sample else None
+        requests = [Request(p, 8, sampling=how) for p in RAGGED[:2]]
+        run(session_of(mode, 2, model=model), requests)
+        texts.append(outputs(requests))
+    assert texts[0] == texts[1]
+    if not sample:
+        assert texts[1] == reference(model, RAGGED[:2], 8)

@@ -129,7 +129,7 @@ class AttentionRule:
             raise ValueError("packed layouts have no compact rule: use the sdpa or the flex backend")
         if self._compact is None:
             seen = row_to_row(layout).to(torch.uint8) if layout.n_draft else None
-            path = paths(layout.parents) if layout.parents is not None and layout.n_clean else None
+            path = paths(layout.parents, layout.paths) if layout.parents is not None and layout.n_clean else None
             self._compact = Compact(layout.start, layout.positions, layout.limit, seen, path)
         return self._compact
 

@@ -58,7 +58,7 @@ class DraftTree:
         if self.levels is not None:
             return self.levels
         if self.parents is None:
-            return torch.arange(self.n_nodes, device=self.tokens.device).expand_as(self.tokens)
+            return rows.steps(self.n_nodes, self.tokens.device).expand_as(self.tokens)
         return self.ancestors.sum(-1) - 1
 
 
@@ -95,7 +95,7 @@ def cut(tree: DraftTree, sizes: Tensor) -> DraftTree:
 
 def repeat_parents(n_nodes: int, like: Tensor) -> Tensor:
     """A chain's parents spelt out. [N, M]"""
-    return torch.arange(-1, n_nodes - 1, device=like.device).expand(like.shape[0], -1)
+    return (rows.steps(n_nodes, like.device) - 1).expand(like.shape[0], -1)
 
 
 Builder = Callable[..., DraftTree]

@@ -17,7 +17,7 @@ from selfspec import sampling
 from selfspec.backbone import MASK, Backbone, DraftRows
 from selfspec.cache import KVCache
 from selfspec.rows import block as block_layout
-from selfspec.rows import chain, overlapped
+from selfspec.rows import chain, filled, overlapped, steps
 
 
 def draft_inputs(
@@ -33,11 +33,12 @@ def draft_inputs(
         device: of the rows.
         features: [N, 1, F] or None.
     """
-    tokens = torch.full((n, groups, size), MASK, dtype=torch.long, device=device)
-    if anchor is not None:
-        tokens[:, :, 0] = anchor.view(n, -1)
-    slots = torch.arange(size, device=device).repeat(groups).expand(n, -1)
-    return DraftRows(tokens.flatten(1), slots, features)
+    masks = filled(MASK, groups * size, device).expand(n, -1).view(n, groups, size)
+    if anchor is not None and size:
+        anchor = anchor.view(n, -1, 1)
+        masks = torch.cat([anchor.expand(n, groups, 1), masks[:, :, 1:]], 2)
+    slots = steps(size, device) if groups == 1 else steps(size, device).repeat(groups)
+    return DraftRows(masks.flatten(1), slots.expand(n, -1), features, range(size) if groups == 1 else None)
 
 
 def propose(

@@ -11,13 +11,13 @@ host; on a GPU, `draft.grow` does the same in one kernel, so that nothing waits 
 from __future__ import annotations
 
 import heapq
-from importlib.util import find_spec
 from math import inf
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from selfspec import kernels
 from selfspec.draft import DraftTree
 
 RANKS = 64  # candidates per position; more are only reached by trees of hundreds of nodes over almost flat marginals
@@ -55,7 +55,7 @@ def grow(anchor: Tensor, top: Tensor, ids: Tensor, budget: int) -> DraftTree:
         ids: [N, T, K] long, their tokens.
         budget: nodes beside the anchor.
     """
-    if top.is_cuda and 0 < budget <= LARGEST and top.numel() and find_spec("triton"):
+    if kernels.serve(top) and 0 < budget <= LARGEST and top.numel():
         from selfspec.draft import grow as kernel
 
         return kernel.grow(anchor, top, ids, budget)

@@ -6,3 +6,14 @@ Numbers that change with the rows are never specialised on: Triton would compile
 16, which may add in another order. And multiplications are not contracted with additions: a compiler may do so in one
 variant of a kernel and not in another.
 """
+
+from importlib.util import find_spec
+
+from torch import Tensor
+
+DEVICES = {"cuda"}  # elsewhere torch is faster than what interprets kernels
+
+
+def serve(tensor: Tensor) -> bool:
+    """Whether there are kernels for where a tensor lives."""
+    return tensor.device.type in DEVICES and find_spec("triton") is not None

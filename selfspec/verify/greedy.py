@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from selfspec import kernels
 from selfspec.draft import DraftTree
+from selfspec.rows import steps
 from selfspec.verify.accepted import Accepted
 
 
@@ -31,6 +33,19 @@ def walk(tree: DraftTree, targets: Tensor) -> Accepted:
         tree: N trees of M nodes.
         targets: [N, M] long, the base model's token after each node; only those on the path have to be known.
     """
+    n, m = tree.tokens.shape
+    if kernels.serve(targets):
+        from selfspec.kernels import walk as kernel
+
+        if 0 < m <= kernel.LARGEST and n:
+            path, count, emitted = kernel.walk(tree.tokens, tree.parents, targets)
+            path = steps(m, targets.device).expand(n, m) if path is None else path
+            return Accepted(path, count, emitted)
+    return reference(tree, targets)
+
+
+def reference(tree: DraftTree, targets: Tensor) -> Accepted:
+    """The same by torch."""
     n, m = tree.tokens.shape
     if tree.parents is None:
         hits = (tree.tokens[:, 1:] == targets[:, :-1]).long().cumprod(1)  # [N, M - 1]
