@@ -9,6 +9,7 @@ from rich.console import Console
 
 from selfspec import __version__, cli, hub, options, terminal
 from selfspec.options import EXACT, Chosen, chosen, sizes
+from selfspec.plan import Plan
 
 
 def test_version():
@@ -182,3 +183,19 @@ def test_progress_is_a_bar_in_a_terminal(monkeypatch, capsys):
         progress.add(1, 20)
     assert "5/10" in sys.stderr.text and "tokens/s" in sys.stderr.text
     assert capsys.readouterr().out == "on stdout\n"
+
+
+def test_python_m_selfspec_is_the_command_line():
+    found = subprocess.run([sys.executable, "-P", "-m", "selfspec", "--version"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, f"selfspec {__version__}\n")
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:99"])
+def test_a_device_that_is_not_there_is_a_message(device):
+    found = tiny_chat.run("generate", "hi", "--device", device)
+    assert found.exit_code == 2 and f"device='{device}' is not available" in found.stderr and "cpu" in found.stderr
+
+
+def test_a_tree_too_wide_for_memory_is_refused():
+    with pytest.raises(ValueError, match="tree_nodes=100000: expected at most 1024"):
+        Plan("tree", tree_nodes=100_000)
