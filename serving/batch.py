@@ -188,8 +188,10 @@ def run_batch(
     """
     settings = settings or BatchOptions()
     mark, expected = identity(source)
-    enough = settings.slots if expected is None else min(settings.slots, expected + 1)  # no room for rows that never come
-    batcher = Batcher(model, replace(settings, slots=enough))  # first: settings that are refused leave no output behind
+    enough = (
+        settings.slots if expected is None else min(settings.slots, expected + 1)
+    )  # no room for rows that never come
+    batcher = Batcher(model, replace(settings, slots=enough))  # first: what it refuses leaves no output
     with Output(target, recorded(model, settings, mark, ordered), ordered, overwrite, chunk) as out:
         if out.complete:
             return {**out.counts, "resumed": out.counts["rows"], "engine": None}

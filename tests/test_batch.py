@@ -473,5 +473,5 @@ def test_a_small_file_takes_no_memory_for_hundreds_of_rows(model, tmp_path):
 def test_a_table_or_an_address_is_not_taken_for_json_lines(model, tmp_path):
     with pytest.raises(ValueError, match=r"out\.csv: expected a name that ends in \.jsonl"):
         run(model, [{"prompt": "w1"}], tmp_path, out="out.csv")
-    with pytest.raises(ValueError, match="s3://bucket/in.jsonl is an address"):
+    with pytest.raises(ValueError, match=r"s3://bucket/in\.jsonl is an address"):
         run_batch(model, "s3://bucket/in.jsonl", tmp_path / "out.jsonl")
