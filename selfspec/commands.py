@@ -75,9 +75,9 @@ def info(
     return run(model, adapter, dtype, device, as_json)
 
 
-def sampled(help: str) -> Any:
+def sampled(help: str, least: float | None = None, most: float | None = None) -> Any:
     """An option that says how tokens are chosen."""
-    return typer.Option(help=help, rich_help_panel="Sampling", show_default=False)
+    return typer.Option(help=help, rich_help_panel="Sampling", show_default=False, min=least, max=most)
 
 
 @chosen
@@ -89,9 +89,9 @@ def check(
     batch: options.Batches = None,
     mode: options.Modes = None,
     temperature: Annotated[float | None, sampled("Sample at this temperature.")] = None,
-    top_p: Annotated[float | None, sampled("Sample from so much probability.")] = None,
+    top_p: Annotated[float | None, sampled("Sample from so much probability.", 0, 1)] = None,
     top_k: Annotated[int | None, sampled("Sample from so many tokens (0: all; transformers' default is 50).")] = None,
-    min_p: Annotated[float | None, sampled("Sample from tokens so probable, beside the best.")] = None,
+    min_p: Annotated[float | None, sampled("Sample from tokens so probable, beside the best.", 0, 1)] = None,
     repetition_penalty: Annotated[float | None, sampled("Above 1 against repetition.")] = None,
     seed: Annotated[int | None, sampled("Sample, with this seed; 0 by default when sampling.")] = None,
     report_to: options.Report = None,

@@ -44,6 +44,7 @@ def load(
         The model in eval mode, and the tokenizer.
 
     Raises:
+        ValueError: if there is no such device here.
         FileNotFoundError: if nothing is known under that name.
         ModuleNotFoundError: if the package that reads or carries the file isn't installed.
     """
@@ -68,6 +69,7 @@ def load_model(
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """The model alone; arguments and errors as in `load`."""
+    place = None if device is None else _device(device)  # before anything is read
     source = _source(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype="auto" if dtype is None else dtype)
@@ -79,9 +81,25 @@ def load_model(
             f"{source!r} is no local folder, no .gguf file, none of the embedded models ({known}), "
             f"and the hub gave no model of that name: {error}"
         ) from error
-    if device is not None:
-        model.to(device)  # type: ignore[arg-type]  # the decorator on `to` hides its self
+    if place is not None:
+        model.to(place)  # type: ignore[arg-type]  # the decorator on `to` hides its self
     return model.eval()
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: there is none here.
+    """
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's ways of saying so
+        here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        said = str(error).splitlines()[0]
+        raise ValueError(f"device={str(device)!r} is not available: {said}; here are {', '.join(here)}") from error
+    return place
 
 
 def _source(name: str | os.PathLike[str]) -> str:

@@ -83,7 +83,8 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Per answer.")]
 Mode = Annotated[
     str | None,
     typer.Option(
-        help="ar, lookup, sequential, tree, overlap or overlap+tree; by default sequential, or lookup without adapter."
+        help="ar, lookup, sequential, loop, tree, overlap, several as in overlap+tree, or auto; by default sequential, "
+        "or lookup without adapter."
     ),
 ]
 Modes = Annotated[

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,11 +188,15 @@ def run_batch(
     """
     settings = settings or BatchOptions()
     mark, expected = identity(source)
+    enough = (
+        settings.slots if expected is None else min(settings.slots, expected + 1)
+    )  # no room for rows that never come
+    batcher = Batcher(model, replace(settings, slots=enough))  # first: what it refuses leaves no output
     with Output(target, recorded(model, settings, mark, ordered), ordered, overwrite, chunk) as out:
         if out.complete:
             return {**out.counts, "resumed": out.counts["rows"], "engine": None}
         before = out.counts["rows"]
-        batcher = Batcher(model, settings, out.created)
+        batcher.created = out.created
         endpoint = None if metrics_port is None else metrics.serve(batcher.engine, metrics_port)
         try:
             with Progress(expected or before, before, quiet) as progress:
@@ -267,10 +271,12 @@ def identity(source: str | Path) -> tuple[str | None, int | None]:
     """A hash of the input, so that a run is never resumed with another one, and its rows; None for stdin.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: there is no such file, or it is an address.
     """
     if str(source) == "-":
         return None, None
+    if "://" in str(source):
+        raise ValueError(f"{source} is an address, which only a batch on Ray reads (--ray); expected a file")
     path, digest, lines = Path(source), hashlib.sha256(), 0
     if not path.is_file():
         raise ValueError(f"no prompt file at {path}")

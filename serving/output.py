@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from selfspec.serving.appender import Appender, OutputError, replace
 
 VERSION = 1
+FORMS = (".jsonl", ".gz", ".parquet")
 SLACK = 1 << 20  # bytes of rows that the file of waiting rows may hold in vain
 
 
@@ -44,7 +45,7 @@ class Output:
         created: when the run was first started, in seconds since 1970.
 
     Raises:
-        ValueError: what is there was made with other settings, or by something else.
+        ValueError: a name of another form; or what is there was made with other settings, or by something else.
         RuntimeError: another process is writing there.
     """
 
@@ -72,6 +73,8 @@ class Output:
         self.stdout, self.parquet = str(path) == "-", self.path.suffix == ".parquet"
         if self.stdout:
             return
+        if self.path.suffix not in FORMS:
+            raise ValueError(f"{path}: expected a name that ends in .jsonl, .jsonl.gz or .parquet, or - for stdout")
         if self.parquet and not importlib.util.find_spec("pyarrow"):
             raise ModuleNotFoundError(f"writing {path} needs pyarrow: pip install 'selfspec[train]'")
         self._lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))

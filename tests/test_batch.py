@@ -451,3 +451,27 @@ def test_ids_are_unique_whatever_the_rows_say():
     found = list(jobs(enumerate([*rows, {"id": 1, "prompt": "e"}], 1)))
     assert [j.id for j in found] == ["line-2", "line-2-", 1, "1", "line-5"]
     assert [bool(j.error) for j in found] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize("how", [{"params": {"top_p": 7.0}}, {"memory": 3}, {"mode": "no-such-mode"}])
+def test_refused_settings_leave_nothing_that_forbids_the_right_ones(model, tmp_path, how):
+    with pytest.raises(ValueError, match=r"top_p|memory|mode"):
+        run(model, [{"prompt": "w1 w2"}], tmp_path, BatchOptions(**how))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl"]
+    assert run(model, [{"prompt": "w1 w2"}], tmp_path)["line-1"]["text"]
+
+
+def test_a_small_file_takes_no_memory_for_hundreds_of_rows(model, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "w1 w2"}\n{"prompt": "w3"}')
+    how = BatchOptions({"max_new_tokens": 2}, slots=256)
+    peak = run_batch(model, tmp_path / "in.jsonl", tmp_path / "o.jsonl", how, quiet=True)["engine"]["memory"]["peak"]
+    one = BatchOptions({"max_new_tokens": 2}, slots=1)
+    least = run_batch(model, tmp_path / "in.jsonl", tmp_path / "p.jsonl", one, quiet=True)["engine"]["memory"]["peak"]
+    assert 0 < peak <= 2 * least
+
+
+def test_a_table_or_an_address_is_not_taken_for_json_lines(model, tmp_path):
+    with pytest.raises(ValueError, match=r"out\.csv: expected a name that ends in \.jsonl"):
+        run(model, [{"prompt": "w1"}], tmp_path, out="out.csv")
+    with pytest.raises(ValueError, match=r"s3://bucket/in\.jsonl is an address"):
+        run_batch(model, "s3://bucket/in.jsonl", tmp_path / "out.jsonl")

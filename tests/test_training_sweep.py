@@ -138,3 +138,8 @@ def test_the_shipped_sweep_is_valid() -> None:
     table = sweep.Forwards.load(Path(__file__).parents[1] / "benchmarks" / "forward_times_h200.json")
     assert table.per_token(16, 0, 4.6) > table.per_token(16, 20, 3.9) > 0
     assert table.ms("draft", 16, 15) == pytest.approx((table.ms("draft", 16, 10) + table.ms("draft", 16, 20)) / 2)
+
+
+def test_a_sweep_file_that_is_not_there_is_named_in_words(tmp_path):
+    with pytest.raises(ValueError, match=r"no file at .*none\.yaml"):
+        sweep.run(tmp_path / "none.yaml")

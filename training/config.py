@@ -219,7 +219,13 @@ def _value(text: str) -> Any:
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """A YAML or JSON file's mapping."""
+    """A YAML or JSON file's mapping.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if not file.is_file():
+        raise ValueError(f"no file at {file}")
     if file.suffix == ".json":
         return json.loads(file.read_text())
     import yaml

@@ -10,6 +10,7 @@ ALONE = {"ar", "lookup"}  # modes that combine with no other
 BLOCKS = (2, 4, 8, 16)  # sizes that planners choose from: each is a bucket of graphs
 TREES = (16, 32, 64, 128, 256)
 GROUPS = (1, 2, 4, None)
+MOST_TREE_NODES = 1024  # masks grow with the square, and no tree this wide was ever worth its rows
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,11 @@ class Plan:
         parts = self.mode.split("+")
         unknown = [p for p in parts if p not in MODES]
         if unknown or len(set(parts)) < len(parts) or (ALONE & set(parts) and len(parts) > 1):
-            raise ValueError(f"mode={self.mode!r}: expected {', '.join(MODES)}, or combined as in overlap+tree")
+            raise ValueError(f"mode={self.mode!r}: expected {', '.join(MODES)}, auto, or several as in overlap+tree")
         if self.block_size < 1 or self.tree_nodes < 1:
             raise ValueError(f"block_size={self.block_size} and tree_nodes={self.tree_nodes} must be at least 1")
+        if self.tree_nodes > MOST_TREE_NODES:
+            raise ValueError(f"tree_nodes={self.tree_nodes}: expected at most {MOST_TREE_NODES}")
         if self.groups is not None and ("overlap" not in parts or self.groups < 1):
             raise ValueError(f"groups={self.groups}: expected 1 or more, and mode='overlap'")
         if self.verify_length is not None and not ("tree" not in parts and 1 <= self.verify_length <= self.block_size):

@@ -120,7 +120,7 @@ def _part(data: Any, where: str) -> Run | Table:
         return _run(data, where)
     if isinstance(data, dict) and "points" in data:
         return _table(data, where)
-    found = f"the keys {', '.join(list(data)[:6])}" if isinstance(data, dict) else type(data).__name__
+    found = f"the keys {', '.join(list(data)[:6]) or '(none)'}" if isinstance(data, dict) else type(data).__name__
     raise ReportError(
         f'{where} is neither a bench run ("kind": "bench") nor a latency table ("points"): found {found}; pass what '
         "selfspec bench --json wrote"
