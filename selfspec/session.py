@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from selfspec.backbone import Backbone
 from selfspec.choose import Chooser, graph_key
 from selfspec.clock import Clock
 from selfspec.decode import Frame
+from selfspec.flights import Flight, book, sent
 from selfspec.graphs import Graphs, capturable
 from selfspec.joining import Joining, goal
 from selfspec.memory import tail_rows
@@ -30,20 +28,6 @@ __all__ = ["Request", "Session"]
 
 IDLE = Request([0], 1)  # in the place of nobody
 KEYS = 256  # the smallest K of a graph; the others are its doubles
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A round or a prefill that was started, and whose outcome the host has not read."""
-
-    requests: list[Request | None]
-    result: Tensor  # [n, 2 + A] long: count, tokens, whether a draft was saved; on its way to the host
-    arrived: Any  # an event, or None when it is there
-    clock: Clock
-    reach: int  # tokens that a request can have emitted in it
-    ran: list[Request]  # who shares its time
-    assignment: Assignment | None = None  # of a round
-    warm: bool = False  # nothing was compiled or captured for it
 
 
 class Session:
@@ -90,7 +74,7 @@ class Session:
         self.queue = Joining(backbone, self.cache, self.slots, self.prefixes, self.graphs)
         self.rounds = Rounds(bodies, self.cache, self.slots, self.chooser, self.graphs.enabled)
         self.requests: list[Request | None] = [None] * slots  # by slot
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._landed: list[tuple[Request, list[int]]] = []  # read between steps
         self._saved: Plan | None = None  # the overlapped plan whose drafts all requests have, or know to lack
         self.limit = slots  # requests at a time, if not all slots are to be used
@@ -291,10 +275,10 @@ class Session:
             depth = 1 - self.rounds.config(self.bodies[plan.adapter]).entry / self.backbone.n_layers
             for r in running:
                 r.stats.drafts += depth * (plan.passes if plan.loop else 1)
-        result, arrived = _sent(result)
+        result, arrived = sent(result)
         clock.lap("rest" if full not in self.graphs else "round")
         reach = result.shape[1] - 2
-        self._flights.append(_Flight(requests, result, arrived, clock, reach, running, assignment, warm))
+        self._flights.append(Flight(requests, result, arrived, clock, reach, running, assignment, warm))
 
     def _plan(self, running: list[Request]) -> Assignment:
         """What the policy wants for the next round, which is one for all."""
@@ -326,7 +310,7 @@ class Session:
             r.stats.count(len(kept))
             r.stats.saved += ready
             emitted[id(r)], saved[id(r)] = len(kept), bool(ready)
-        seconds = _book(flight.ran, flight.clock)
+        seconds = book(flight.ran, flight.clock)
         planned = flight.assignment
         if planned is not None and len(emitted) == len(planned.views):  # nobody has left since
             keys = [id(v.key) for v in planned.views]
@@ -347,9 +331,9 @@ class Session:
         for r, count in run:
             r.stats.prompt_tokens += count
         one = torch.ones_like(tokens)
-        result, arrived = _sent(torch.stack([one, tokens, one - 1], 1))
+        result, arrived = sent(torch.stack([one, tokens, one - 1], 1))
         clock.lap("prefill")
-        self._flights.append(_Flight([*new], result, arrived, clock, 1 if new else 0, [r for r, _ in run]))
+        self._flights.append(Flight([*new], result, arrived, clock, 1 if new else 0, [r for r, _ in run]))
         if not self.graphs.enabled or any(r.lazy or r.keeps for r in new):
             while self._flights:
                 self._land()
@@ -386,23 +370,3 @@ class Session:
         n_keys = longest + sum(f.reach for f in self._flights) + n_rows
         bucket = KEYS << max(0, (n_keys - 1) // KEYS).bit_length()
         return Frame(first, n, min(bucket, self.cache.capacity + self.cache.tail))
-
-
-def _sent(result: Tensor) -> tuple[Tensor, Any]:
-    """A copy on its way to the host, and the event of its arrival; None where it is there."""
-    if not result.is_cuda:
-        return result, None
-    landing = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-    landing.copy_(result, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return landing, arrived
-
-
-def _book(requests: list[Request], clock: Clock) -> float:
-    """Share a round's time out among its requests. Returns its seconds."""
-    laps = clock.read()
-    for name, seconds in laps.items():
-        for r in requests:
-            r.stats.seconds[name] += seconds / len(requests)  # type: ignore[assignment]
-    return sum(laps.values())

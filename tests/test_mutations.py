@@ -185,8 +185,8 @@ def compaction_row_by_row(self, rows):
                 store[i, :, at + k] = store[i, :, at + path[k]]
 
 
-def one_row_too_many(cache, slots, frame, tree, accepted, taps, depth, real=decode.settle):
-    out = real(cache, slots, frame, tree, accepted, taps, depth)
+def one_row_too_many(cache, slots, frame, *args, real=decode.settle):
+    out = real(cache, slots, frame, *args)
     slots.start[frame.span] += 1
     return out
 
