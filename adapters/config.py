@@ -43,6 +43,8 @@ class MaskPathConfig:
         seed_row: the anchor rides as a clean row, whose output is the first draft, and groups hold the rows after it.
         heads: of "calibrator", "confidence", "length", "markov" (`selfspec.adapters.heads`).
         head_rank: hidden units of each head.
+        acceptance: where a planner starts from: the share of drafts 1, 2, ... that verification accepted of those whose
+            predecessors it accepted, bonus known, on texts like those to come. Empty: not measured.
     """
 
     block_size: int = 16
@@ -63,14 +65,17 @@ class MaskPathConfig:
     seed_row: bool = False
     heads: tuple[str, ...] = ()
     head_rank: int = 256
+    acceptance: tuple[float, ...] = ()
     fingerprint: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "taps", "layouts", "heads"):
+        for name in ("layers", "taps", "layouts", "heads", "acceptance"):
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else tuple(value))
         if not isinstance(self.targets, str):
             object.__setattr__(self, "targets", tuple(self.targets))
+        shares = all(0 <= a <= 1 for a in self.acceptance)
+        _check(shares, "acceptance", self.acceptance, "shares between 0 and 1")
         _check(self.block_size >= 2, "block_size", self.block_size, "at least 2 (slot 0 and one draft)")
         _check(self.entry >= 0, "entry", self.entry, "a layer index, 0 or more")
         _check(self.tuning in ("lora", "copy"), "tuning", self.tuning, "'lora' or 'copy'")

@@ -8,11 +8,13 @@ from selfspec.backbone import Backbone
 from selfspec.choose import Chooser
 from selfspec.plan import Plan, menu
 from selfspec.plan.cost import Costs
+from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.planner import Planner
 from selfspec.plan.table import LatencyTable
 from selfspec.plan.tabulate import table_for
 
 MODES = ("lookup", "sequential", "loop", "tree", "overlap")  # combined ones have not won anywhere yet
+UNKNOWN = 0.7  # acceptance to begin with, where an adapter does not say
 MOST_NODES = 64  # of a tree; wider ones cost more than they bring at every measured size
 
 
@@ -33,7 +35,10 @@ def planner_for(
         table, *others = (table_for(body, seconds=seconds / len(bodies)) for body in bodies)
         for other in others:
             table = table.merged(other.points)
-    return Planner(Costs(table, tuple(p.entry for p in paths) or (0,)), plans, split=False)
+    costs = Costs(table, tuple(p.entry for p in paths) or (0,))
+    priors = [p.acceptance or UNKNOWN for p in paths] or [UNKNOWN]
+    kinds = [f for p in plans for f in families(p)]
+    return Planner(costs, plans, Estimator(kinds, priors), split=False)
 
 
 def _takes(verify: str, plan: Plan) -> bool:

@@ -306,3 +306,22 @@ def test_a_planner_holds_no_request_that_is_gone():
     gone = weakref.ref(request)
     del request
     assert gone() is None
+
+
+def test_a_planner_begins_with_what_its_adapter_is_known_to_reach(tmp_path, monkeypatch):
+    """With the same guess for all, a good adapter was tried late: its plans looked worse than copies of the text."""
+    from tiny import model_of, path_of
+
+    from selfspec.backbone import Backbone
+    from selfspec.planners import planner_for
+
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    model, tokens = model_of(), []
+    for known in ((), (0.9, 0.8, 0.8, 0.8)):
+        body = Backbone(model, path_of(model, block_size=8, acceptance=known))
+        planner = planner_for([body], seconds=0.5)
+        chain = next(k for k, p in enumerate(planner.plans) if p.mode == "sequential" and p.block_size == 4)
+        accepted = planner.estimator.all(["text"], np.array([np.nan])).cumprod(2)
+        tokens.append(float(planner.values.tokens(accepted, np.array([99]), np.array([0]))[0][0, chain]))
+    assert tokens[0] == pytest.approx(1 + 0.7 + 0.49 + 0.343, rel=0.02)
+    assert tokens[1] == pytest.approx(1 + 0.9 + 0.72 + 0.576, rel=0.02)
