@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -10,7 +13,7 @@ from selfspec.adapters import heads
 from selfspec.adapters.attention import CopyDelta
 from selfspec.adapters.config import MaskPathConfig
 from selfspec.adapters.lora import LoraDelta
-from selfspec.backbone import DraftRows
+from selfspec.backbone import Backbone, DraftRows
 from selfspec.shadow import inner_decoder, layers_of, table_of
 
 
@@ -69,6 +72,10 @@ class MaskPathModel(nn.Module):
         """The delta of a Linear of a layer, or None where it is not tuned."""
         key = _key(layer, name)
         return self.deltas[key] if key in self.deltas else None  # noqa: SIM401 (a ModuleDict has no get)
+
+    def calibrate(self, backbone: Backbone) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """What corrects a hidden group's drafts once their bonus is known; None without such a head."""
+        return partial(heads.calibrated, self.heads, backbone) if "calibrator" in self.heads else None
 
     def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
         """Draft rows as they enter.

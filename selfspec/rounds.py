@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from selfspec import decode
-from selfspec.adapters.heads import calibrated
 from selfspec.backbone import Backbone
 from selfspec.cache import KVCache
 from selfspec.choose import Chooser
@@ -152,8 +151,8 @@ class Rounds:
         """Keep the draft of the end that came. Returns where there is one, [n] bool."""
         slots, body = self.slots, self.bodies[plan.adapter]
         assert slots.saved is not None
-        heads = getattr(body.path, "heads", None)
-        fix = partial(calibrated, heads, body) if heads is not None and "calibrator" in heads else None
+        calibrate = getattr(body.path, "calibrate", None)  # of paths that have such a head
+        fix = None if calibrate is None else calibrate(body)
         logits, hit = overlap.saved(body, draft, groups, accepted.last, accepted.bonus, self.config(body), fix)
         slots.saved[:n, : plan.block_size - 1] = logits
         slots.ready[:n] = hit
