@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
+QWEN3 = dict(vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960)
 SHAPES = {
     "smollm2-135m": LlamaConfig(
         vocab_size=49152,
@@ -23,10 +24,7 @@ SHAPES = {
         num_hidden_layers=28,
         num_attention_heads=16,
         tie_word_embeddings=True,
-        vocab_size=151936,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
+        **QWEN3,
     ),
     "qwen3-8b": Qwen3Config(
         hidden_size=4096,
@@ -34,10 +32,7 @@ SHAPES = {
         num_hidden_layers=36,
         num_attention_heads=32,
         tie_word_embeddings=False,
-        vocab_size=151936,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
+        **QWEN3,
     ),
 }
 
