@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-QWEN3 = dict(vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960)
+QWEN3: Any = dict(vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960)
 SHAPES = {
     "smollm2-135m": LlamaConfig(
         vocab_size=49152,
