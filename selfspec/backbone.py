@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -44,12 +44,15 @@ class DraftRows:
         slots: [N, D] long, index of each row in its group.
         features: [N, D or 1, F] hidden states of the last clean position that the group may use, or None.
         run: what `slots` holds for every request, where the host knows.
+        after: [N, D] long, the clean row of this forward whose features each row uses instead; for taps up to the
+            entry layer, as later ones come too late.
     """
 
     tokens: Tensor
     slots: Tensor
     features: Tensor | None = None
     run: range | None = None
+    after: Tensor | None = None
 
 
 class MaskPath(Protocol):
@@ -224,6 +227,10 @@ class Backbone(nn.Module):
         for i, layer in enumerate(self.layers):
             if i == entry and draft is not None:
                 assert self.path is not None
+                if draft.after is not None:
+                    found = torch.cat([states[t] for t in taps], -1)  # [N, C, F]
+                    after = draft.after[:, :, None].expand(-1, -1, found.shape[2])
+                    draft = replace(draft, features=found.gather(1, after))
                 rows = self.path.embed(draft, self.embed(draft.tokens.clamp(min=0)))  # [N, D, d]
                 x = rows if x is None else torch.cat([x, rows], 1)
             if x is None:

@@ -110,7 +110,7 @@ def verify(
     clean = rows.chain(start, tree.n_nodes)
     if tree.parents is not None:
         clean = rows.tree(start, tree.parents, tree.ancestors, tree.depths)
-    layout, inputs = (clean, None) if hang is None else attach(clean, *hang, path.causal)
+    layout, inputs = (clean, None) if hang is None else attach(clean, *hang, path.causal, bool(path.taps))
     return backbone(layout, cache, tree.tokens.clamp(min=0), inputs, first=frame.first, n_keys=frame.n_keys)
 
 

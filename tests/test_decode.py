@@ -18,6 +18,7 @@ from tiny import (
 from selfspec import rows
 from selfspec.backbone import Backbone
 from selfspec.draft.block import draft_inputs, propose
+from selfspec.draft.overlap import attach, hidden
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
 from selfspec.stats import total
@@ -81,9 +82,41 @@ def test_features_belong_to_the_last_committed_position(mode):
 
 def test_overlap_refuses_features_it_cannot_have_before_any_work():
     model = model_of()
-    body = Backbone(model, path_of(model, entry=2, taps=(4,)))
+    body = Backbone(model, path_of(model, entry=2, taps=(1, 3)))
     with pytest.raises(ValueError, match="features"):
         Session(body, Plan("overlap", B), 1, 20)
+
+
+@pytest.mark.parametrize("mode", ["overlap", "overlap+tree"])
+@pytest.mark.parametrize("taps", [(2,), (0, 1)])
+def test_overlapped_groups_with_features(mode, taps):
+    model = model_of()
+    body = Backbone(model, path_of(model, 0.3, entry=2, taps=taps))
+    requests = decoded(body, Plan(mode, B, 8), [*RAGGED, [1, 2]], N, slots=2)
+    assert outputs(requests) == reference(model, [*RAGGED, [1, 2]], N)
+    assert any(r.stats.saved for r in requests)
+
+
+@torch.no_grad()
+def test_a_group_reads_the_features_of_its_node():
+    """It drafts what a group does that is given the features of that position once it is committed."""
+    model = model_of()
+    path = path_of(model, 0.3, entry=2, taps=(0, 2))
+    body = Backbone(model, path)
+    ids = torch.tensor([PROMPT])
+    cache = body.new_cache(1, ids.shape[1], 40)
+    chain = rows.chain(torch.tensor([0]), ids.shape[1])
+    nodes = torch.tensor([[4, 2, -1]])
+    layout, inputs = attach(chain, hidden(nodes), B, reads=True)
+    drafts = body(layout, cache, ids, inputs).draft.unflatten(1, (3, B))
+    for group, node in enumerate((4, 2)):
+        short = ids[:, : node + 1]
+        cache = body.new_cache(1, 10, 40)
+        taps = body(rows.chain(torch.tensor([0]), node + 1), cache, short).taps[:, -1:]
+        cache.commit([node + 1])
+        given = draft_inputs(None, 1, B, 1, ids.device, taps)
+        alone = body(rows.block(torch.tensor([node + 1]), B), cache, draft=given).draft
+        assert torch.allclose(drafts[:, group], alone, atol=1e-12)
 
 
 def test_blocks_of_one_are_plain_decoding():

@@ -12,7 +12,7 @@ reads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ def branches(tree: DraftTree, logits: Tensor, corrections: int = 2, banned: tupl
 
 
 def attach(
-    clean: RowLayout, groups: Groups, size: int, causal: bool = False, features: Tensor | None = None
+    clean: RowLayout, groups: Groups, size: int, causal: bool = False, reads: bool = False
 ) -> tuple[RowLayout, DraftRows]:
     """The verify forward with its groups.
 
@@ -146,13 +146,15 @@ def attach(
         groups: G a request.
         size: B, rows of a group.
         causal: groups are causal.
-        features: [N, 1, F] or None.
+        reads: every group reads the features of its node, which this very forward computes.
 
     Returns:
         The layout, and the inputs of its G * B draft rows.
     """
     n, g = groups.nodes.shape
-    inputs = draft_inputs(groups.tokens, n, size, g, groups.nodes.device, features)
+    inputs = draft_inputs(groups.tokens, n, size, g, groups.nodes.device)
+    if reads:
+        inputs = replace(inputs, after=groups.nodes.clamp(min=0).repeat_interleave(size, 1))
     return rows.overlapped(clean, groups.nodes, size, causal), inputs
 
 

@@ -128,10 +128,11 @@ class Plan:
                 "this adapter was not trained to go on from a drafted prefix (prefix_splits), which a loop's second "
                 "pass asks of it; choose mode='sequential' or train it with prefix_splits"
             )
-        if self.overlap and path.taps:
+        if self.overlap and any(tap > path.entry for tap in path.taps):
             raise ValueError(
-                f"this adapter reads features {path.taps} of the last clean position, which an overlapped forward "
-                "computes too late; choose mode='sequential' or 'tree', or train it without taps"
+                f"this adapter enters at layer {path.entry} and reads features {path.taps} of the last clean position, "
+                "some of which an overlapped forward computes too late; choose mode='sequential' or 'tree', or train it "
+                "with taps up to its entry layer"
             )
 
     @property
