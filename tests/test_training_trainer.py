@@ -10,6 +10,7 @@ import tiny_chat
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from selfspec.adapters import io
 from selfspec.backbone import Backbone
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
@@ -110,6 +111,7 @@ def test_one_sample_is_learned_by_heart(tmp_path) -> None:
     report = trainer.train()
     after = report["valid"]["known"]
     assert after["acceptance"] == [1.0, 1.0, 1.0] and after["tau"] > max(3.0, before)
+    assert io.load(tmp_path / "adapter", model).config.acceptance == (1.0, 1.0, 1.0)  # a planner begins there
 
 
 def test_the_base_is_left_alone_and_the_loss_falls(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import time
@@ -332,6 +333,8 @@ class Trainer:
                 swap_(self.params, self.ema)
                 last, report["weights"] = mean, "ema"
         report["valid"] = last
+        measured = itertools.takewhile(lambda share: share is not None, last.get("known", {}).get("acceptance", ()))
+        self.path.config = dataclasses.replace(self.path.config, acceptance=tuple(measured))  # a planner begins there
         self._save_adapter("adapter", [])
         report["eval"] = {}
         for name, files in self.config.eval.items():
