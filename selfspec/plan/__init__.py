@@ -131,8 +131,8 @@ class Plan:
         if self.overlap and any(tap > path.entry for tap in path.taps):
             raise ValueError(
                 f"this adapter enters at layer {path.entry} and reads features {path.taps} of the last clean position, "
-                "some of which an overlapped forward computes too late; choose mode='sequential' or 'tree', or train it "
-                "with taps up to its entry layer"
+                "some of which an overlapped forward computes too late; choose mode='sequential' or 'tree', or train "
+                "it with taps up to its entry layer"
             )
 
     @property
