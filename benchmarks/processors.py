@@ -1,6 +1,11 @@
 """What logits processors cost: time per token with all of them on, by plain decoding and by speculation, at batch 1.
 
 python benchmarks/processors.py --json benchmarks/processors_h200.json
+
+A speed-up is tau times the ratio of a plain step to a round, and processors touch both: they take time, and they make
+another text, which may be harder to draft. The kinds named "faint" have every processor on at strengths that leave
+nearly every token as greedy decoding has it, so that what they cost is time alone; `kept` says how much of greedy
+decoding's speed-up is left, `kept_by_round` the same at greedy decoding's tau.
 """
 
 import argparse
@@ -19,8 +24,14 @@ PENALTIES = dict(
     repetition_penalty=1.05, presence_penalty=0.1, frequency_penalty=0.1, no_repeat_ngram_size=8, min_new_tokens=16,
     bad_words_ids=[[11, 12, 13]], suppress_tokens=[7, 9], exponential_decay_length_penalty=(400, 1.01),
 )  # fmt: skip
+FAINT = dict(
+    repetition_penalty=1.0001, presence_penalty=1e-4, frequency_penalty=1e-4, no_repeat_ngram_size=64, min_new_tokens=1,
+    bad_words_ids=[[11, 12, 13]], suppress_tokens=[7, 9], exponential_decay_length_penalty=(400, 1.0001),
+)  # fmt: skip
 KINDS = {
     "greedy": dict(do_sample=False),
+    "faint penalties": dict(do_sample=False, **FAINT),
+    "faint, everything": CUTS | FAINT | dict(temperature=0.01),
     "greedy, penalties": dict(do_sample=False, **PENALTIES),
     "sampled": dict(do_sample=True, temperature=0.7, top_k=0),
     "sampled, cuts": CUTS,
@@ -32,6 +43,7 @@ def main() -> None:
     """Measures, prints, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=options.MODEL)
+    parser.add_argument("--adapter", default="auto")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--prompts", type=Path, action="append")
@@ -42,7 +54,9 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    model = SelfSpecModel.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
+    model = SelfSpecModel.from_pretrained(
+        args.model, args.adapter, dtype=getattr(torch, args.dtype), device=args.device
+    )
     rows = next(iter(prompts.read_sets(args.prompts, args.limit).values()))
     ids = [prompts.encode(model.tokenizer, p.messages) for p in rows]
     out: list[dict] = []
@@ -68,7 +82,11 @@ def main() -> None:
         base = ms.get("ar", float("nan"))
         for mode, t in times.items():
             row = dict(kind=name, mode=mode, ms_per_token=ms[mode], low=min(t), high=max(t), tau=taus[mode])
-            out.append(row | {"speedup": base / ms[mode]})
+            row["speedup"] = base / ms[mode]
+            greedy = next((r for r in out if r["mode"] == mode), row)
+            row["kept"] = row["speedup"] / greedy["speedup"]
+            row["kept_by_round"] = row["kept"] * greedy["tau"] / row["tau"]
+            out.append(row)
             print({k: round(v, 4) if isinstance(v, float) else v for k, v in out[-1].items()}, flush=True)
     if args.json:
         with open(args.json, "w") as file:

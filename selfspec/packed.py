@@ -5,6 +5,8 @@ The products are the same, only sooner: for a few rows, laying out the weights c
 
 from __future__ import annotations
 
+from functools import cache
+
 import psutil
 import torch
 from torch import Tensor, nn
@@ -36,10 +38,18 @@ def packable(device: torch.device, dtype: torch.dtype, nbytes: int) -> bool:
         dtype: of the weights.
         nbytes: of all that would be copied.
     """
-    ops = torch.ops.mkldnn
-    known = hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")
     fits = 2 * nbytes < psutil.virtual_memory().available
-    return device.type == "cpu" and dtype == torch.bfloat16 and torch.backends.mkldnn.is_available() and known and fits
+    return device.type == "cpu" and dtype == torch.bfloat16 and fits and _packs()
+
+
+@cache
+def _packs() -> bool:
+    """Whether this build and this processor do it: oneDNN refuses bfloat16 without AVX-512 or its like."""
+    try:
+        PackedLinear(torch.zeros(16, 16, dtype=torch.bfloat16), None)(torch.zeros(1, 16, dtype=torch.bfloat16))
+    except (AttributeError, RuntimeError):
+        return False
+    return True
 
 
 def pack(module: nn.Module, done: dict[int, nn.Module] | None = None) -> None:

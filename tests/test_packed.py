@@ -4,14 +4,15 @@ import pytest
 import torch
 from tiny import FAMILIES, RAGGED, build, path_of
 
-from selfspec import SelfSpecModel, rows
+from selfspec import SelfSpecModel, packed, rows
 from selfspec.backbone import Backbone
 from selfspec.packed import PackedLinear, packable
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(not packable(CPU, torch.bfloat16, 0), reason="no oneDNN here")
+packs = pytest.mark.skipif(not packable(CPU, torch.bfloat16, 0), reason="oneDNN packs no bfloat16 here")
 
 
+@packs
 @pytest.mark.parametrize("n_rows", [1, 5, 16, 40])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_products_are_the_linears(n_rows, bias):
@@ -23,6 +24,7 @@ def test_packed_products_are_the_linears(n_rows, bias):
     torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
 
 
+@packs
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["Llama", "Phi3", "Qwen3Moe", "Cohere2"])
 @pytest.mark.parametrize("tuning", ["copy", "lora"])
@@ -30,18 +32,31 @@ def test_a_packed_backbone_gives_the_same_logits(family, tuning):
     assert family in FAMILIES
     model = build(family, torch.bfloat16)
     path = path_of(model, tuning=tuning)
-    plain, packed = Backbone(model, path), Backbone(model, path)
-    packed.pack()
-    assert any(isinstance(m, PackedLinear) for m in packed.layers.modules()) and isinstance(
-        packed.head.lm_head, PackedLinear
+    plain, laid = Backbone(model, path), Backbone(model, path)
+    laid.pack()
+    assert any(isinstance(m, PackedLinear) for m in laid.layers.modules()) and isinstance(
+        laid.head.lm_head, PackedLinear
     )
     assert not any(isinstance(m, PackedLinear) for m in (*plain.modules(), *model.modules(), *path.modules()))
     ids = torch.tensor([RAGGED[0]])
     start = torch.zeros(1, dtype=torch.long)
-    a, b = (x.logits(x(rows.chain(start, ids.shape[1]), x.new_cache(1, 16, 16), ids).clean) for x in (plain, packed))
+    a, b = (x.logits(x(rows.chain(start, ids.shape[1]), x.new_cache(1, 16, 16), ids).clean) for x in (plain, laid))
     torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
 def test_models_in_other_dtypes_are_left_as_they_are():
     engine = SelfSpecModel(build(dtype=torch.float32))
     assert not any(isinstance(m, PackedLinear) for m in engine.backbone.modules())
+
+
+def test_a_processor_without_bfloat16_instructions_decodes_with_plain_linears(monkeypatch):
+    def refuse(self, weight, bias):
+        raise RuntimeError("mkldnn_reorder_linear_weight: bf16 path needs the cpu support avx512bw")
+
+    monkeypatch.setattr(PackedLinear, "__init__", refuse)
+    packed._packs.cache_clear()
+    try:
+        engine = SelfSpecModel(build(dtype=torch.bfloat16))
+        assert engine.generate([RAGGED[0]], max_new_tokens=3).shape[1] == len(RAGGED[0]) + 3
+    finally:
+        packed._packs.cache_clear()
