@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from selfspec.adapters.attention import CopyDelta
+
 
 class LoraDelta(nn.Module):
     """`base(x) + alpha / rank * B A x`, with B = 0 at the start, so that a fresh path drafts like the base model.
@@ -31,3 +33,11 @@ class LoraDelta(nn.Module):
         """[N, D, in] -> [N, D, out]"""
         low = nn.functional.linear(x, self.A.to(x.dtype))
         return base(x) + nn.functional.linear(low, self.B.to(x.dtype)) * self.scale
+
+    @torch.no_grad()
+    def whole(self, base: nn.Linear) -> CopyDelta:
+        """The same as one weight, for decoding; added up in float32 at least, and stored as the base's."""
+        out = CopyDelta(base)
+        wide = torch.promote_types(base.weight.dtype, torch.float32)
+        out.weight.copy_(base.weight.to(wide) + self.scale * (self.B.to(wide) @ self.A.to(wide)))
+        return out

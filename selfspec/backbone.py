@@ -268,6 +268,9 @@ class Backbone(nn.Module):
         Returns:
             Which kernels run, and why not the others.
         """
+        from selfspec.merged import merge
+
+        merge(self)
         said = self.fuse(exact) if exact or self.backend == "triton" else "torch's own kernels"
         self.pack(packed)
         return said

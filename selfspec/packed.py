@@ -66,10 +66,10 @@ def pack(module: nn.Module, done: dict[int, nn.Module] | None = None) -> None:
         weight = getattr(child, "weight", None)
         # a mask path's whole copy (`CopyDelta`) stands in for a Linear, and says so
         if (type(child) is nn.Linear or getattr(child, "is_linear", False)) and isinstance(weight, Tensor):
-            bias = child.bias
-            key = weight.data_ptr()
-            if key not in done:
-                done[key] = PackedLinear(weight, bias if isinstance(bias, Tensor) else None)
-            module._modules[name] = done[key]
+            bias, key = child.bias, weight.data_ptr()
+            packed = done.get(key) or PackedLinear(weight, bias if isinstance(bias, Tensor) else None)
+            if type(child) is nn.Linear:  # the model's own stay where they are; a copy's place may be used again
+                done[key] = packed
+            module._modules[name] = packed
         else:
             pack(child, done)

@@ -5,6 +5,7 @@ import torch
 from tiny import FAMILIES, RAGGED, build, path_of
 
 from selfspec import SelfSpecModel, packed, rows
+from selfspec.adapters.attention import CopyDelta
 from selfspec.backbone import Backbone
 from selfspec.packed import PackedLinear, packable
 
@@ -42,6 +43,19 @@ def test_a_packed_backbone_gives_the_same_logits(family, tuning):
     start = torch.zeros(1, dtype=torch.long)
     a, b = (x.logits(x(rows.chain(start, ids.shape[1]), x.new_cache(1, 16, 16), ids).clean) for x in (plain, laid))
     torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+@packs
+def test_a_folded_weight_in_the_place_of_another_is_not_taken_for_it():
+    """Two adapters' folded weights are packed and dropped one after the other, and memory is used again."""
+    done: dict = {}
+    for seed in range(40):
+        torch.manual_seed(seed)
+        box = torch.nn.ModuleDict({"copy": CopyDelta(torch.nn.Linear(48, 80, bias=False, dtype=torch.bfloat16))})
+        x = torch.randn(1, 48, dtype=torch.bfloat16)
+        want = box["copy"](x, None)
+        packed.pack(box, done)
+        torch.testing.assert_close(box["copy"](x), want, rtol=2**-7, atol=2**-7)
 
 
 def test_models_in_other_dtypes_are_left_as_they_are():
