@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Answer
 from selfspec.training.flops import Work, flops, mfu
+from selfspec.training.log import profiled
 from selfspec.training.trainer import Trainer
 
 SMOLLM2 = dict(
@@ -57,8 +58,8 @@ def answers(n: int, vocabulary: int, seed: int = 0) -> list[Answer]:
     return out
 
 
-def measure(model, data: list[Answer], fields: dict, seconds: float) -> dict:
-    """Train for some seconds after everything is compiled."""
+def measure(model, data: list[Answer], fields: dict, seconds: float, profile: int = 0) -> dict:
+    """Train for some seconds after everything is compiled; then so many steps under torch's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(TrainConfig.from_dict(fields | {"out": folder}), model, data, data[:2])
         device, sync = trainer.device, torch.cuda.synchronize if trainer.device.type == "cuda" else lambda *_: None
@@ -78,6 +79,8 @@ def measure(model, data: list[Answer], fields: dict, seconds: float) -> dict:
             host.append((time.perf_counter() - at) / 5)
             sync(device)
         spent = time.perf_counter() - began
+        if profile:
+            print(profiled(trainer.train_step, profile, device))
         trainer.batches.close()
         share = mfu(trainer.backbone, done, spent)
         return {
@@ -99,6 +102,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="fields of all variants")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each variant")
     parser.add_argument("--limit", type=float, default=170.0, help="seconds after which no other variant begins")
+    parser.add_argument("--profile", type=int, default=0, help="steps of each variant whose kernels are listed")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try this script")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -122,7 +126,7 @@ def main() -> None:
             changes = VARIANTS[name]
             adapter = shared["adapter"] | {"entry": entry} | changes.get("adapter", {})
             try:
-                row = measure(model, data, shared | changes | {"adapter": adapter}, args.seconds)
+                row = measure(model, data, shared | changes | {"adapter": adapter}, args.seconds, args.profile)
                 share = "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%"
                 print(f"{entry:5} {name:12} {row['anchors_s']:9,} {share:>6} {row['ms']:8.2f} {row['host_ms']:8.2f} "
                       f"{row['memory_gib']:6.1f} {row['setup_s']:8.1f}", flush=True)  # fmt: skip
