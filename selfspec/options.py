@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
@@ -109,7 +109,10 @@ class Chosen:
 
     model: ModelName = MODEL
     adapter: Adapter = "auto"
-    dtype: Dtype = "bfloat16"
+    dtype: Annotated[
+        Literal["auto", "float32", "float64", "bfloat16", "float16"],
+        typer.Option(help="Of the weights; auto is bfloat16 where the device multiplies it fast, else float32."),
+    ] = "auto"
     device: Device = "cpu"
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's own choice.")] = None
     block_size: Annotated[
@@ -145,11 +148,23 @@ def chosen(run: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(run)
     def command(**given: Any) -> int:
-        return run(**{where: Chosen(**{n: given.pop(n) for n in hints})}, **given)
+        return run(**{where: settled(Chosen(**{n: given.pop(n) for n in hints}))}, **given)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def settled(options: Chosen) -> Chosen:
+    """The same with a dtype that says which. A CPU without bfloat16 instructions is many times faster in float32."""
+    if options.dtype != "auto":
+        return options
+    import torch
+
+    from selfspec.packed import packable
+
+    fast = options.device.partition(":")[0] != "cpu" or packable(torch.device("cpu"), torch.bfloat16, 0)
+    return replace(options, dtype="bfloat16" if fast else "float32")
 
 
 def load_model(options: Chosen) -> SelfSpecModel:

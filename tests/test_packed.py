@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import FAMILIES, RAGGED, build, path_of
 
-from selfspec import SelfSpecModel, packed, rows
+from selfspec import SelfSpecModel, options, packed, rows
 from selfspec.adapters.attention import CopyDelta
 from selfspec.backbone import Backbone
 from selfspec.packed import PackedLinear, packable
@@ -74,3 +74,12 @@ def test_a_processor_without_bfloat16_instructions_decodes_with_plain_linears(mo
         assert engine.generate([RAGGED[0]], max_new_tokens=3).shape[1] == len(RAGGED[0]) + 3
     finally:
         packed._packs.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "packs, device, want", [(True, "cpu", "bfloat16"), (False, "cpu", "float32"), (False, "cuda", "bfloat16")]
+)
+def test_commands_take_the_dtype_that_is_fast_here(monkeypatch, packs, device, want):
+    monkeypatch.setattr(packed, "_packs", lambda: packs)
+    assert options.settled(options.Chosen(device=device)).dtype == want
+    assert options.settled(options.Chosen(device=device, dtype="float16")).dtype == "float16"
