@@ -20,6 +20,7 @@ from selfspec.options import (
     dtype_name,
     load_model,
     setting,
+    settled,
 )
 from selfspec.reference import Finding, Judge, answers
 from selfspec.runners import engine_runner, hf_runner
@@ -27,7 +28,12 @@ from selfspec.stats import total
 from selfspec.terminal import Progress, refuse, refusing, show_table
 
 QUESTIONS = (suite.CHAT[0], suite.PYTHON[0])
-BASELINES = ("float32", "bfloat16")
+
+
+def baselines(options: Chosen) -> tuple[str, ...]:
+    """Dtypes that Hugging Face is measured in: the faster one of this device is among them."""
+    fast = settled(Chosen(device=options.device)).dtype
+    return tuple(dict.fromkeys(["float32", fast, options.dtype]))
 
 
 def load(options: Chosen, mode: str) -> tuple[SelfSpecModel, SelfSpecModel] | None:
@@ -48,7 +54,7 @@ def heading(options: Chosen, model: SelfSpecModel) -> str:
         f"machine: {facts['device']}, {facts['threads']} threads of {facts['cores']} cores; "
         f"torch {facts['torch']}, transformers {facts['transformers']}\n"
         f"model:   {options.model} in {where}, adapter {getattr(adapter, 'name', adapter)}; "
-        f"the baseline in {' and '.join(BASELINES)}, the proof in float32"
+        f"the baseline in {' and '.join(baselines(options))}, the proof in float32"
     )
 
 
@@ -123,10 +129,11 @@ def run(options: Chosen, mode: str, max_new_tokens: int, repeats: int) -> int:
 def ways(options: Chosen, mode: str, fast: SelfSpecModel, exact: SelfSpecModel) -> list[Runner]:
     """What is measured: Hugging Face in its dtypes, our plain decoding, self-speculation."""
     by_dtype = {dtype_name(m.backbone.dtype): m.model for m in (fast, exact)}
-    for d in BASELINES:
+    dtypes = baselines(options)
+    for d in dtypes:
         if d not in by_dtype:
             by_dtype[d], _ = hub.load(options.model, dtype=d, device=fast.backbone.device)
-    runners = [hf_runner(by_dtype[d], f"Hugging Face {d}") for d in BASELINES]
+    runners = [hf_runner(by_dtype[d], f"Hugging Face {d}") for d in dtypes]
     for m in dict.fromkeys(["ar", mode]):
         name = f"selfspec {m} {options.dtype}"
         runners.append(engine_runner(fast, m, options.block_size, options.tree_nodes, name))

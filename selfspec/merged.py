@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from selfspec.backbone import Backbone, RoutedLinear
 
@@ -22,7 +22,8 @@ def merge(backbone: Backbone) -> int:
         Bytes that the folded weights take; 0 where there is nothing to fold, or no room.
     """
     routed = [m for m in backbone.layers.modules() if isinstance(m, RoutedLinear) and hasattr(m.delta, "whole")]
-    nbytes = sum(m.base.weight.numel() * m.base.weight.element_size() for m in routed)
+    weights: list[Tensor] = [m.base.weight for m in routed]  # type: ignore[misc]
+    nbytes = sum(w.numel() * w.element_size() for w in weights)
     if backbone.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(backbone.device)
     else:

@@ -87,7 +87,7 @@ def test_a_long_conversation_forgets_its_beginning(model):
 
 
 def test_the_demo_shows_measures_and_proves(folder, adapter):
-    argv = ["--model", folder, "--adapter", adapter, "--max-new-tokens", "8", "--repeats", "1"]
+    argv = ["--model", folder, "--adapter", adapter, "--max-new-tokens", "8", "--repeats", "1", "--dtype", "bfloat16"]
     result = tiny_chat.run("demo", *argv)
     out = result.stdout
     assert result.exit_code == 0
