@@ -6,9 +6,9 @@ python benchmarks/throughput.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.j
 Prompts are taken in turn from all files, with caps that are mixed too, and repeated until there are enough: `--count`
 of them at `--full` slots and more, fewer below, so that each setting takes about as long. As some come twice, no keys
 and values are taken from prompts before. Hugging Face decodes them sorted by length in static batches of the same size,
-each until its longest answer is whole; its tokens are counted up to each answer's own end. Every setting runs once on
-a few prompts first, off the clock. The GPU's busy share is sampled
-by NVML, as nvidia-smi shows it, ten times a second; it says for how much of the time some kernel ran.
+each until its longest answer is whole; its tokens are counted up to each answer's own end. It is slow, so it may get
+fewer of the same prompts (`--hf-count`): rates are compared. Every setting runs once on a few prompts first, off the
+clock. The GPU's busy share is sampled by NVML, as nvidia-smi shows it, ten times a second; it says for how much of the time some kernel ran.
 """
 
 import argparse
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--caps", default="32,64,128,256")
     parser.add_argument("--memory", type=float, help="GiB of keys and values")
     parser.add_argument("--no-hf", action="store_true")
+    parser.add_argument("--hf-count", type=int, help="prompts for Hugging Face; by default as many as for the others")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -158,23 +159,25 @@ def main() -> None:
         answers: dict[str, list[list[int]]] = {}
         for name in [*(() if args.no_hf else ("hf",)), *args.modes.split(",")]:
             run = theirs(model, slots) if name == "hf" else ours(model, name, slots, memory)
-            run(part[: min(len(part), 2 * slots)], {})
-            out: dict[str, Any] = {"slots": slots, "prompts": len(part), "mode": name}
-            answers[name] = run(part, out)
+            few = len(part) if name != "hf" or args.hf_count is None else max(slots, args.hf_count)
+            mine = part[:few]
+            run(mine[: slots if name == "hf" else 2 * slots], {})
+            out: dict[str, Any] = {"slots": slots, "prompts": len(mine), "mode": name}
+            answers[name] = run(mine, out)
             out["tokens"] = sum(map(len, answers[name]))
             rates[name] = out["tokens_per_second"] = out["tokens"] / out["seconds"]
             for base in ("ar", "hf"):
                 out[f"speedup_over_{base}"] = rates[name] / rates[base] if base in rates else None
                 if base in answers:
-                    same = sum(a == b for a, b in zip(answers[name], answers[base]))
-                    out[f"same_as_{base}"] = same / len(part)
+                    same = [a == b for a, b in zip(answers[name], answers[base])]
+                    out[f"same_as_{base}"] = sum(same) / len(same)
             del run  # its engine's memory
             data["results"].append(out)
             shown = [out[k] if out.get(k) is not None else float("nan") for k in ("speedup_over_ar", "speedup_over_hf")]
             shown += [out.get("tau", float("nan")), out["gpu_busy"] if out["gpu_busy"] is not None else float("nan")]
             peak = (out["peak_memory"] or 0) / 2**20
             print(
-                f"{slots:5} {len(part):7} {name:14} {rates[name]:9.1f} {shown[0]:6.2f} {shown[1]:6.2f} {shown[2]:5.2f} "
+                f"{slots:5} {len(mine):7} {name:14} {rates[name]:9.1f} {shown[0]:6.2f} {shown[1]:6.2f} {shown[2]:5.2f} "
                 f"{shown[3]:5.2f} {peak:9.0f}",
                 flush=True,
             )
