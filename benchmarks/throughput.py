@@ -8,7 +8,8 @@ of them at `--full` slots and more, fewer below, so that each setting takes abou
 and values are taken from prompts before. Hugging Face decodes them sorted by length in static batches of the same size,
 each until its longest answer is whole; its tokens are counted up to each answer's own end. It is slow, so it may get
 fewer of the same prompts (`--hf-count`): rates are compared. Every setting runs once on a few prompts first, off the
-clock. The GPU's busy share is sampled by NVML, as nvidia-smi shows it, ten times a second; it says for how much of the time some kernel ran.
+clock. The GPU's busy share is sampled by NVML, as nvidia-smi shows it, ten times a second; it says for how much of the
+time some kernel ran.
 """
 
 import argparse
