@@ -114,7 +114,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     shared = {"fit": 0.0, "eval_every": 0.0, "save_every": 0.0, "tensorboard": False, "max_steps": 1 << 30}
     shared |= {"adapter": {"mask_embedding": "per_slot"}}
-    shared |= TrainConfig.load(None, args.set).to_dict() | shared if args.set else {}
+    shared = TrainConfig.load(None, args.set, start=shared).to_dict()
     data, out = answers(2000 if device == "cuda" else 200, config.vocab_size), []
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'cpu'}, torch {torch.__version__}")
     print(f"{'entry':>5} {'variant':12} {'anchors/s':>9} {'mfu':>6} {'ms':>8} {'host ms':>8} {'GiB':>6} {'setup s':>8}")
