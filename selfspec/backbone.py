@@ -123,12 +123,14 @@ class Backbone(nn.Module):
 
     Raises:
         UnsupportedModel: the model's layers cannot be run this way; the message says why.
+        ValueError: there is no such attention backend here.
     """
 
     def __init__(
         self, model: PreTrainedModel, path: MaskPath | None = None, backend: str = "sdpa", verify: bool = True
     ):
         super().__init__()
+        attention.backend(backend)  # what is missing is no fault of the model
         inner = inner_decoder(model)
         self.config: PreTrainedConfig = copy.deepcopy(inner.config)  # type: ignore[assignment]
         self.config._attn_implementation = attention.NAME
@@ -271,7 +273,7 @@ class Backbone(nn.Module):
         from selfspec.merged import merge
 
         merge(self)
-        said = self.fuse(exact) if exact or self.backend == "triton" else "torch's own kernels"
+        said = self.fuse(exact) if exact or attention.by_triton(self.backend) else "torch's own kernels"
         self.pack(packed)
         return said
 

@@ -221,7 +221,8 @@ def answer(
     ] = "auto",
     shard_rows: Annotated[int, typer.Option(min=1, help="Answers a shard.")] = ASKED.shard_rows,
     attention: Annotated[
-        Literal["sdpa", "flex", "triton"] | None, typer.Option(help="By default triton on CUDA where it is installed.")
+        Literal["sdpa", "flex", "triton", "flash"] | None,
+        typer.Option(help="By default triton on CUDA where it is installed."),
     ] = None,
     no_cuda_graphs: Annotated[bool, typer.Option("--no-cuda-graphs", help="Run step by step.")] = False,
 ) -> int:

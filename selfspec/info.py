@@ -79,8 +79,9 @@ def backends() -> dict[str, str]:
             found[name] = "available"
         except ValueError as error:
             found[name] = str(error)
-    if found.get("triton") == "available" and not torch.cuda.is_available():
-        found["triton"] = "installed, but there is no CUDA device"
+    for name in ("triton", "flash"):
+        if found.get(name) == "available" and not torch.cuda.is_available():
+            found[name] = "installed, but there is no CUDA device"
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec import decode
+from selfspec.attention import by_triton
 from selfspec.backbone import Backbone
 from selfspec.cache import KVCache
 from selfspec.choose import Chooser
@@ -67,7 +68,7 @@ class Joining:
                 width = min(max(NARROWEST, 1 << (width - 1).bit_length()), self.cache.tail)
             place = frame(first, len(run), width)
             inputs = [torch.tensor(counts, device=self.backbone.device)]
-            if self.graphs.enabled and self.backbone.backend == "triton":  # one graph for all slots
+            if self.graphs.enabled and by_triton(self.backbone.backend):  # one graph for all slots
                 inputs.append(torch.tensor([first], device=self.backbone.device))
             where = replace(place, first=0) if len(inputs) > 1 else place
             prefill = partial(decode.prefill, self.backbone, self.cache, self.slots, where, width=width)

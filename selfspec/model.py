@@ -41,9 +41,12 @@ class SelfSpecModel:
         tokenizer: used by the command line and chat, by `generate` only for prompts that are strings.
         exact: also in half precision every token is the one that this engine's plain decoding of the prompt alone
             gives, whatever the batch, mode and block size. Dense Llama, Qwen2, Qwen3 and Mistral models on CUDA.
+        attention: backend (`selfspec.attention.BACKENDS`), by default the fastest for decoding; "flash" runs
+            long prefills by flash-attn (`pip install 'selfspec[flash]'`), and decodes as the default does.
 
     Raises:
         UnsupportedModel: the model cannot decode speculatively, or not exactly.
+        ValueError: there is no such backend here.
 
     Attributes:
         kernels: which of our kernels run it, and why not the others.
@@ -57,12 +60,13 @@ class SelfSpecModel:
         path: MaskPathModel | Sequence[MaskPathModel] | None = None,
         tokenizer: Any = None,
         exact: bool = False,
+        attention: str | None = None,
     ):
         paths = [] if path is None else [path] if isinstance(path, torch.nn.Module) else [*path]
         for one in paths:
             _follow(model, one)
         self.model, self.path, self.tokenizer, self.exact = model, paths[0] if paths else None, tokenizer, exact
-        backend, packed = best(model.device, model.dtype), {}  # type: ignore[var-annotated]
+        backend, packed = attention or best(model.device, model.dtype), {}  # type: ignore[var-annotated]
         self.bodies = [Backbone(model, p, backend, verify=not i) for i, p in enumerate(paths or [None])]
         self.backbone = self.bodies[0]
         self.kernels, *_ = [body.hasten(exact, packed) for body in self.bodies]
@@ -81,6 +85,7 @@ class SelfSpecModel:
         device: torch.device | str | None = None,
         finetuned_base: bool = False,
         exact: bool = False,
+        attention: str | None = None,
     ) -> SelfSpecModel:
         """Load a model and its adapter.
 
@@ -92,6 +97,7 @@ class SelfSpecModel:
             device: where to put them.
             finetuned_base: accept a model whose weights differ from those the adapter was trained on.
             exact: token-identical in half precision too; see the class.
+            attention: backend; see the class.
 
         Raises:
             AdapterError: the adapter is missing, damaged, or of another model.
@@ -101,7 +107,7 @@ class SelfSpecModel:
         names = [adapter] if adapter is None or isinstance(adapter, str | Path) else [*adapter]
         found = [io.shipped_for(model) if name == "auto" else name for name in names]
         paths = [io.load(one, model, finetuned_base) for one in found if one is not None]
-        return cls(model, paths, tokenizer, exact)
+        return cls(model, paths, tokenizer, exact, attention)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the adapter (never the base model) to a folder.

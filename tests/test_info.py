@@ -39,7 +39,7 @@ def test_a_model_and_its_adapter(model, adapter):
     assert found["adapter"]["bytes"] > 2 * found["adapter"]["parameters"]
     assert found["adapter"]["config"]["tuning"] == "copy"
     assert [a["name"] for a in found["shipped"]] == ["smollm2-135m-instruct"] and not found["shipped"][0]["fits"]
-    assert found["attention"]["sdpa"] == "available" and set(found["attention"]) == {"sdpa", "flex", "triton"}
+    assert found["attention"]["sdpa"] == "available" and set(found["attention"]) == {"sdpa", "flex", "triton", "flash"}
 
 
 def test_windows_are_those_that_the_layers_ask_for(tmp_path):

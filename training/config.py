@@ -54,7 +54,8 @@ class TrainConfig:
         max_steps: steps that the schedule is fitted to instead, when not 0.
         stop_after: minutes after which this call saves and ends, the schedule unfinished; 0 never does.
         seed: of everything random.
-        attention: backend; "auto" is "flex" on CUDA and "sdpa" elsewhere.
+        attention: backend; "auto" is "flex" on CUDA and "sdpa" elsewhere; "flash" runs clean rows by flash-attn, and
+            draft rows by FlexAttention.
         compile: compile layers and losses; None does so on CUDA.
         compile_mode: of `torch.compile` ("default", "max-autotune-no-cudagraphs").
         flex: options of FlexAttention's kernels, such as `{"BLOCK_M": 64, "BLOCK_N": 64}`.
@@ -125,6 +126,10 @@ class TrainConfig:
             setattr(self, name, (value,) if isinstance(value, str) else tuple(value))
         self.betas, self.growth = tuple(self.betas), tuple(self.growth)
         path, mix = self.path, self.mix  # both raise where something is wrong
+        if self.graph and self.attention == "flash":
+            raise ValueError(
+                "attention=flash counts the documents of every step, which graph=true cannot: leave one out"
+            )
         mix.require(path.heads)
         first = dbloom.block(0.0, self.growth, path.block_size)
         if first < 3 and (path.seed_row or path.prefix_splits):

@@ -16,7 +16,8 @@ class AnswerOptions:
         temperature_mix: temperature -> share of the prompts answered at it; the others are answered greedily.
         seed: of the choice of temperatures and of all draws.
         batch: requests at a time; fewer where they would not fit into memory.
-        attention: backend; None chooses Triton on CUDA where it is installed, else the reference.
+        attention: backend; "flash" prefills by flash-attn. None chooses Triton on CUDA where it is installed, else the
+            reference.
         cuda_graphs: False runs step by step (for debugging).
         format: of the shards, "parquet", "jsonl" or "auto".
         shard_rows: answers a shard; a kill loses less than this many and the running batch.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.attention import backend
 from selfspec.backbone import Backbone, DraftRows
 from selfspec.cache import PrefixCache
 from selfspec.rows import RowLayout
@@ -134,7 +133,7 @@ class _Compiled(nn.Module):
     ) -> Tensor:
         cache = kwargs[self.cache_name]
         rule = attention_mask
-        mask = rule.blocks(self.window) if rule.backend is backend("flex") else rule.mask(self.window)
+        mask = rule.backend.prepare(rule, self.window)
         recording = cache.recording
         prefix = (None, None) if recording else (cache.keys, cache.values)
         attention = rule.backend.attention
@@ -159,7 +158,9 @@ class _Prefix:
 
 
 class _Rule:
-    """The attention rule as one layer sees it while it is compiled: a mask that is already built."""
+    """The attention rule as one layer sees it while it is compiled: what the backend reads is already built."""
+
+    base = None  # packs stand in no slots
 
     def __init__(self, mask, attention: Callable, kernel: dict[str, Any] | None):
         self._mask, self._attention, self.kernel = mask, attention, kernel
@@ -171,6 +172,9 @@ class _Rule:
         return self._mask
 
     def blocks(self, window: int | None):
+        return self._mask
+
+    def lengths(self):
         return self._mask
 
 

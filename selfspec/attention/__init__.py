@@ -2,7 +2,7 @@
 
 A backend is a module in this folder with two functions. `attention(query [N, H, R, D], key [N, Hkv, K, D], value [N,
 Hkv, K, Dv], rule, window, scale, softcap, sinks)` returns [N, H, R, Dv], where `rule` is the forward's `AttentionRule`.
-`prepare(rule, window)` builds on the rule what `attention` will read from it.
+`prepare(rule, window)` builds on the rule what `attention` will read from it, and returns it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from selfspec.rows import RowLayout, attention_rule, paths, row_to_row
 
-BACKENDS = ("sdpa", "flex", "triton")  # each a module here, imported when it is first asked for
+BACKENDS = ("sdpa", "flex", "triton", "flash")  # each a module here, imported when it is first asked for
 NAME = "selfspec"  # this package's entry in transformers' AttentionInterface
 
 
@@ -61,9 +61,34 @@ class Compact:
 
 
 def best(device: torch.device, dtype: torch.dtype) -> str:
-    """The fastest backend for decoding; the reference takes what kernels do not (float64, the CPU)."""
+    """The fastest backend for decoding; the reference takes what kernels do not (float64, the CPU).
+
+    flash-attn is not among them: its kernels are compiled in every process, so it has to be asked for.
+    """
     known = dtype in (torch.bfloat16, torch.float16, torch.float32)
     return "triton" if device.type == "cuda" and known and find_spec("triton") else "sdpa"
+
+
+def by_triton(name: str) -> bool:
+    """Whether a backend of that name leaves a decoding round to the Triton kernel."""
+    return name in ("triton", "flash")
+
+
+def stands_in(name: str, layout: RowLayout, n_keys: int) -> ModuleType:
+    """The backend of that name, or the one that runs a layout in its place: flash-attn takes long plain chains alone.
+
+    Args:
+        name: of the backend.
+        layout: the forward.
+        n_keys: K, length of the slot axis.
+    """
+    chosen = backend(name)
+    if name != "flash" or chosen.serves(layout, n_keys):
+        return chosen
+    if layout.positions.device.type != "cuda":
+        return backend("sdpa")
+    packed = layout.segments is not None or layout.key_positions is not None
+    return backend("flex" if packed else "triton")
 
 
 class AttentionRule:
@@ -76,20 +101,23 @@ class AttentionRule:
         asked: collects the windows that layers ask for, in their order, where that is not known yet.
 
     Attributes:
+        backend: module that runs this layout.
         window: stands in for the window that a layer asks for, where its model says so in the mask alone.
-        base: [1] long, slot of the first request, where keys and values are those of all slots (triton only).
+        base: [1] long, slot of the first request, where keys and values are those of all slots (`by_triton` only).
         kernel: options of FlexAttention's kernels, or None.
     """
 
     kernel: dict[str, Any] | None = None
 
     def __init__(self, layout: RowLayout, n_keys: int, name: str = "sdpa", asked: list[int | None] | None = None):
-        self.layout, self.n_keys, self.backend, self.asked = layout, n_keys, backend(name), asked
+        self.layout, self.n_keys, self.asked = layout, n_keys, asked
+        self.backend = stands_in(name, layout, n_keys)
         self.window: int | None = None
         self.base: Tensor | None = None
         self._masks: dict[int | None, Tensor] = {}
         self._blocks: dict[int | None, Any] = {}
         self._compact: Compact | None = None
+        self._lengths: Any = None
 
     def prepare(self, windows: Iterable[int | None]) -> AttentionRule:
         """Build all that the layers will read, before they run: compiled layers then find it there."""
@@ -121,6 +149,12 @@ class AttentionRule:
         if window not in self._blocks:
             self._blocks[window] = backend("flex").block_mask(self.layout, self.n_keys, window)
         return self._blocks[window]
+
+    def lengths(self):
+        """How far the rule's chains reach (`flash.Lengths`), built once."""
+        if self._lengths is None:
+            self._lengths = backend("flash").lengths(self.layout)
+        return self._lengths
 
     def compact(self) -> Compact:
         """The rule of a decoding layout without a mask over the prefix, built once."""

@@ -23,9 +23,9 @@ SPAN = 1 << 20  # positions of one packed document; a key's code is `segment * S
 NOBODY = -1  # code of a key that no row's range holds
 
 
-def prepare(rule, window: int | None) -> None:
+def prepare(rule, window: int | None) -> BlockMask:
     """Build the block mask."""
-    rule.blocks(window)
+    return rule.blocks(window)
 
 
 def attention(

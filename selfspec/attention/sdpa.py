@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def prepare(rule, window: int | None) -> None:
+def prepare(rule, window: int | None) -> Tensor:
     """Build the dense mask."""
-    rule.mask(window)
+    return rule.mask(window)
 
 
 def attention(

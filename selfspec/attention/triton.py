@@ -150,9 +150,9 @@ def _combine(
     tl.store(out + pid.to(tl.int64) * DV + dv, (acc / total).to(out.dtype.element_ty), dv < DV)
 
 
-def prepare(rule, window: int | None) -> None:
-    """Build the compact rule; it serves all windows."""
-    rule.compact()
+def prepare(rule, window: int | None):
+    """Build the compact rule (`selfspec.attention.Compact`); it serves all windows."""
+    return rule.compact()
 
 
 def attention(
