@@ -72,6 +72,12 @@ def flash_attn_varlen_func(
     return out, None
 
 
+def forget():
+    """Let the next one who asks load the backend anew: its operator is whosoever registered it last."""
+    sys.modules.pop(MODULE, None)
+    attention.backend.cache_clear()
+
+
 @pytest.fixture
 def flash(monkeypatch):
     """The backend over the stand-in, with calls counted, on the CPU, for short chains and any dtype."""
@@ -85,13 +91,11 @@ def flash(monkeypatch):
     cute.flash_attn_varlen_func = counted
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    attention.backend.cache_clear()
+    forget()
     module = attention.backend("flash")
     module.DEVICES, module.DTYPES, module.LEAST, module.calls = ("cpu",), (torch.float64, torch.float32), 4, calls
     yield module
-    sys.modules.pop(MODULE, None)
-    attention.backend.cache_clear()
+    forget()
 
 
 def tensors(layout, n_keys, heads=(4, 2), d=16, dtype=torch.float64, held=None):
@@ -308,10 +312,9 @@ def test_a_gradient_is_refused_rather_than_lost(flash):
 def absent(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
-    monkeypatch.delitem(sys.modules, MODULE, raising=False)
-    attention.backend.cache_clear()
+    forget()
     yield
-    attention.backend.cache_clear()
+    forget()
 
 
 def test_without_the_library_asking_for_it_says_what_to_install(absent):
