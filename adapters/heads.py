@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
 from selfspec.backbone import Backbone
+from selfspec.tops import best
 
 
 class Markov(nn.Module):
@@ -227,7 +228,7 @@ def walk(
         scores = conditioned(heads, backbone, hidden[:, k], token)  # [N, V]
         if banned is not None:
             scores[..., banned] = float("-inf")
-        token = scores.argmax(-1) if choose is None else choose(scores, k)
+        token = best(scores) if choose is None else choose(scores, k)
         tokens.append(token)
         logits.append(scores)
     return torch.stack(tokens, 1), torch.stack(logits, 1)

@@ -25,8 +25,9 @@ from selfspec.recipe import Recipe
 from selfspec.request import Request
 from selfspec.rows import steps
 from selfspec.sampling import draw, noisy
+from selfspec.tops import best
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
-from selfspec.verify.greedy import best, walk
+from selfspec.verify.greedy import walk
 
 NEVER = -2  # the target of a node that was not visited; padding of a tree is -1
 
@@ -307,7 +308,7 @@ def _guesses(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) ->
     drawn = draw(*_draws(sampled, scores, seed, start)).view(-1, scores.shape[1])
     if len(sampled) == len(scores):
         return drawn
-    return _in_order(dict(enumerate(scores.argmax(-1))) | dict(zip(sampled, drawn)), None)
+    return _in_order(dict(enumerate(best(scores))) | dict(zip(sampled, drawn)), None)
 
 
 def _draws(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfspec import decode
+from selfspec import decode, tops
 from selfspec.backbone import Backbone
 from selfspec.cache import KVCache
 from selfspec.choose import Chooser
@@ -133,7 +133,7 @@ class Rounds:
             tree = replace(tree, tokens=torch.where(slots.ready[:n, None] | first, tree.tokens, -1))
         if tree.parents is not None or plan.groups is None:
             return tree, None
-        likely = logits.float().softmax(-1).amax(-1)  # [n, M - 1]
+        likely = tops.certainty(logits)  # [n, M - 1]
         return tree, torch.cat([torch.ones_like(likely[:, :1]), likely], 1)
 
     def _groups(self, plan: Plan, tree: DraftTree, likely: Tensor | None) -> Groups:

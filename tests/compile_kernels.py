@@ -86,6 +86,16 @@ def noises(dtype, every):
         noise.noisy(scores, one, one)
 
 
+def tops(dtype, every):
+    from selfspec.kernels import topk
+
+    for vocab, k in ((49152, 32), (151936, 64))[: 1 + every]:
+        for logits in (rand(1, 2, vocab, dtype=dtype), rand(1, 2, vocab, dtype=torch.float32)):
+            topk.ranked(logits, k)
+            topk.best(logits)
+            topk.best(logits, torch.zeros(1, dtype=torch.long))
+
+
 def walks(dtype, every):
     from selfspec.kernels.settle import move_on
     from selfspec.kernels.walk import walk
@@ -117,5 +127,5 @@ def attentions(dtype, every):
 if __name__ == "__main__":
     driver.set_active(Device())
     jit.JITFunction.run = compile_only(jit.JITFunction.run)
-    for compile_all in (linears, rotaries, noises, walks, attentions):
+    for compile_all in (linears, rotaries, noises, tops, walks, attentions):
         compile_all(getattr(torch, sys.argv[1]), sys.argv[2:] == ["all"])

@@ -14,7 +14,8 @@ from selfspec.draft import DraftTree
 from selfspec.draft.block import propose
 from selfspec.draft.overlap import Groups, attach, branches, ends, find, hidden, keep, saved, survival
 from selfspec.draft.tree import best_first
-from selfspec.verify.greedy import best, greedy
+from selfspec.tops import best
+from selfspec.verify.greedy import greedy
 
 B = 4
 

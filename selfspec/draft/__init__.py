@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from selfspec import rows
+from selfspec import rows, tops
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def chain_of(anchor: Tensor, logits: Tensor) -> DraftTree:
         anchor: [N] long.
         logits: [N, T, V] marginals of the T positions after the anchor.
     """
-    return DraftTree(torch.cat([anchor[:, None], logits.argmax(-1)], 1))
+    return DraftTree(tops.chain(anchor, logits))
 
 
 def cut(tree: DraftTree, sizes: Tensor) -> DraftTree:

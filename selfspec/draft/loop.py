@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from selfspec import tops
 from selfspec.backbone import MASK, Backbone
 from selfspec.cache import KVCache
 from selfspec.draft.block import propose as one_pass
@@ -110,7 +111,7 @@ def propose(
     require(path)
     if passes < 1:
         raise ValueError(f"passes={passes}: expected 1 or more")
-    prefix, choose, confidence = prefix or product(), choose or _best, confidence or _largest
+    prefix, choose, confidence = prefix or product(), choose or tops.best, confidence or tops.certainty
     logits = one_pass(backbone, cache, anchor, start, size, path, features, n_keys)
     s, tokens = torch.zeros_like(anchor), choose(logits)
     place = torch.arange(size - 1, device=anchor.device)
@@ -122,11 +123,3 @@ def propose(
         logits = torch.where(inside[..., None], logits, again)
         tokens = choose(logits)
     return Looped(logits, tokens, s)
-
-
-def _best(logits: Tensor) -> Tensor:
-    return logits.argmax(-1)
-
-
-def _largest(logits: Tensor) -> Tensor:
-    return logits.float().softmax(-1).amax(-1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from selfspec import rows
+from selfspec import rows, tops
 from selfspec.backbone import MASK, Backbone, DraftRows
 from selfspec.draft import DraftTree, repeat_parents
 from selfspec.draft.block import ban_mask, draft_inputs
@@ -118,14 +118,13 @@ def branches(tree: DraftTree, logits: Tensor, corrections: int = 2, banned: tupl
     if tree.parents is not None:
         raise ValueError("branches are for chains; on trees keep groups by their end probabilities")
     n, t, v = logits.shape
-    scores = logits.float()
     first = tree.tokens[:, 1:, None]  # of a ragged chain -1 past its end
-    top = scores.softmax(-1).topk(min(2, v), -1).values
+    top = tops.ranked(logits, min(2, v))[0].exp()
     risky = (top[..., 0] - top[..., -1] < RISKY) & (first[..., 0] >= 0)
-    scores = scores.scatter(2, first.clamp(min=0), -torch.inf)
+    scores = logits.scatter(2, first.clamp(min=0), -torch.inf)
     for token in banned:  # one by one: a list as an index would be a copy from the host
         scores[..., token] = -torch.inf
-    second = scores.argmax(-1)  # [N, T]
+    second = tops.best(scores)  # [N, T]
     place = torch.arange(t, device=logits.device).expand(n, t)
     order = torch.where(risky, place, t).sort(1).values[:, :corrections]
     order = torch.nn.functional.pad(order, (0, corrections - order.shape[1]), value=t)
@@ -214,7 +213,7 @@ def saved(
     states = rows_of[:, :-1] if path.shift else rows_of[:, 1:]
     known = groups.tokens[every, at] != MASK
     if strict:
-        guess = ban_mask(backbone.logits(rows_of[:, :1]), path.mask_id).argmax(-1)[:, 0]
+        guess = tops.best(ban_mask(backbone.logits(rows_of[:, :1]), path.mask_id))[:, 0]
         hit = hit & (known | (guess == bonus))
     if calibrate is not None:
         states = torch.where(known[:, None, None], states, calibrate(states, bonus))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec import kernels
+from selfspec import kernels, tops
 from selfspec.draft import DraftTree
 
 RANKS = 64  # candidates per position; more are only reached by trees of hundreds of nodes over almost flat marginals
@@ -41,9 +41,7 @@ def best_first(anchor: Tensor, logits: Tensor, budget: int) -> DraftTree:
 
 def ranked(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities and ids of the candidates that a tree can need. [N, T, V] -> float32, long [N, T, K]"""
-    logits = logits.float()
-    top, ids = logits.topk(min(budget, logits.shape[-1], RANKS), -1)
-    return top - logits.logsumexp(-1, keepdim=True), ids
+    return tops.ranked(logits, min(budget, logits.shape[-1], RANKS))
 
 
 def grow(anchor: Tensor, top: Tensor, ids: Tensor, budget: int) -> DraftTree:

@@ -8,6 +8,7 @@ from torch import Tensor
 from selfspec import kernels
 from selfspec.draft import DraftTree
 from selfspec.rows import steps
+from selfspec.tops import best
 from selfspec.verify.accepted import Accepted
 
 
@@ -19,11 +20,6 @@ def greedy(tree: DraftTree, logits: Tensor) -> Accepted:
         logits: [N, M, V] the base model's logits after each node.
     """
     return walk(tree, best(logits))
-
-
-def best(logits: Tensor) -> Tensor:
-    """The most probable token, the first on ties; in float32 at most, as transformers compares. [..., V] -> [...]"""
-    return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
 
 
 def walk(tree: DraftTree, targets: Tensor) -> Accepted:
