@@ -6,6 +6,8 @@ on to it, since its steps keep the constant tensors that the graph reads, and it
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from selfspec import kernels, tops
 from selfspec.nodes import Nodes
 from selfspec.penalties import PresenceFrequencyPenalty
 from selfspec.steps import Ban, Bias, Decay, Eta, Force, NGram, PresenceFrequency, Pure, Repetition, Step, TopH
@@ -35,6 +38,7 @@ class Recipe:
         self.steps = steps
         self.reads_text = any(s.reads_text for s in steps)
         self.of_scores = all(s.of_scores for s in steps)
+        self.few = few(steps)
 
     @cached_property
     def cuts(self) -> Recipe:
@@ -65,9 +69,50 @@ class Recipe:
             [N, M, V] float32, in which transformers computes
         """
         scores = logits.to(torch.float32, copy=True)  # processors may write in place
-        for step in self.steps:
+        first, end = self.few
+        narrow = end > first and kernels.serve(scores) and scores.shape[-1] > COLUMNS
+        for step in self.steps[: first if narrow else None]:
             scores = step(nodes, scores)  # type: ignore[arg-type]
+        if narrow:
+            scores = among_few(self.steps[first:end], scores)
+            for step in self.steps[end:]:
+                scores = step(nodes, scores)  # type: ignore[arg-type]
         return scores
+
+
+COLUMNS, LARGEST = 128, 64  # columns that cuts look at behind a top-k of so many at most; the others are for ties
+CUTS = {"TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper"}
+
+
+def few(steps: Sequence[Step]) -> tuple[int, int]:
+    """The first and the end of a run of cuts that needs no more than the best few scores; (0, 0) if there is none."""
+    for i, step in enumerate(steps):
+        if isinstance(step, Pure) and step.key[0] == "TopKLogitsWarper" and step.processor.top_k <= LARGEST:
+            run = itertools.takewhile(lambda s: isinstance(s, Pure) and s.key[0] in CUTS, steps[i + 1 :])
+            cuts = [step.processor, *(s.processor for s in run if isinstance(s, Pure))]
+            plain = all(p.filter_value == -math.inf and p.min_tokens_to_keep <= LARGEST for p in cuts)
+            return (i, i + len(cuts)) if plain else (0, 0)
+    return 0, 0
+
+
+def among_few(steps: Sequence[Step], scores: Tensor) -> Tensor:
+    """A top-k and the cuts behind it, over each row's best COLUMNS alone, the others being cut anyway.
+
+    transformers' own classes run over the few columns, so a cut keeps what it would keep in the vocabulary's width, but
+    for the last bits of its sums, and for which of equal scores it takes first, which transformers leaves open. Its
+    top-k keeps all that equal the last one; here those of them that have a column, the lower tokens first: at least
+    COLUMNS - k + 1.
+
+    Args:
+        steps: `Pure` ones.
+        scores: [N, M, V] float32
+    """
+    top, ids = tops.ranked(scores, COLUMNS)
+    best = scores.gather(-1, ids).masked_fill(top == -math.inf, -math.inf)
+    for step in steps:
+        best = step(None, best)  # type: ignore[arg-type]
+    # where a row has fewer tokens, their places name token 0, which may have a column of its own
+    return torch.full_like(scores, -math.inf).scatter_reduce_(-1, ids, best, "amax")
 
 
 def recipe_of(processors: Sequence[Any], prompt: list[int], cap: int) -> Recipe | None:

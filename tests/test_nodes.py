@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from selfspec import SelfSpecModel
+from selfspec import SelfSpecModel, kernels
 from selfspec.choose import device_targets, graph_key, on_device, text_of
 from selfspec.draft import DraftTree
 from selfspec.nodes import Nodes, Text, part_of
@@ -310,3 +310,57 @@ def test_kept_scores_hold_on_to_no_whole_round():
     for kept, given in ((request.scores, scores), (request.logits, logits)):
         assert torch.equal(torch.cat(kept), given[:2])
         assert all(k.untyped_storage().nbytes() == 4 * V for k in kept)
+
+
+FEW = {
+    "top_k": [hf.TopKLogitsWarper(20)],
+    "top_p": [hf.TopKLogitsWarper(50), hf.TopPLogitsWarper(0.8)],
+    "all": [
+        *(
+            hf.TemperatureLogitsWarper(0.7),
+            hf.TopKLogitsWarper(64),
+            hf.TopPLogitsWarper(0.95),
+            hf.MinPLogitsWarper(0.02),
+        ),
+        *(hf.TypicalLogitsWarper(0.9), hf.EpsilonLogitsWarper(0.01), hf.LogitNormalization()),
+    ],
+    "some are kept": [hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.1, min_tokens_to_keep=3)],
+}
+
+
+def few_scores(vocab: int, seed: int) -> torch.Tensor:
+    """Plain rows, rows with ties at every rank, and rows of fewer possible tokens than columns, token 0 among them."""
+    x = 3 * torch.randn(3, 2, vocab, generator=torch.Generator().manual_seed(seed))
+    x[1] = (8 * x[1]).round() / 8
+    x[2, :, 1:-30] = -torch.inf
+    return x
+
+
+def cuts_agree(name: str, x: torch.Tensor) -> None:
+    """What is kept is what transformers keeps, and its scores are to the bit where nothing normalises them."""
+    processors = FEW[name]
+    recipe = recipe_of(processors, [1], 9)
+    assert recipe.few[1] - recipe.few[0] == len(processors) - 2 * (name == "all")
+    got = recipe(None, x)
+    for i, row in enumerate(x.flatten(0, 1).cpu()):
+        wanted = LogitsProcessorList(processors)(None, row[None])[0]
+        mine = got.flatten(0, 1)[i].cpu()
+        if i // 2 == 1:  # of equal scores transformers' sort, which is not stable, takes any
+            mine, wanted = mine.sort().values, wanted.sort().values
+        assert torch.equal(mine == -torch.inf, wanted == -torch.inf), i
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-5 if name == "all" else 0)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_cuts_behind_a_top_k_keep_the_same_among_few_columns(name, monkeypatch):
+    pytest.importorskip("triton")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
+    for seed in range(2):
+        cuts_agree(name, few_scores(400, seed).to("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FEW)
+def test_cuts_among_few_columns_of_a_real_vocabulary(name):
+    cuts_agree(name, few_scores(49152, 3).cuda())
