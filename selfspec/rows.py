@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from selfspec import kernels
+
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -195,11 +197,20 @@ def paths(parents: Tensor, up: Tensor | None = None) -> Tensor:
     Returns:
         int32 [N, C, C]
     """
-    n, c = parents.shape
     up = ancestors(parents) if up is None else up
+    if kernels.serve(up) and up.numel():
+        from selfspec.kernels import paths as kernel
+
+        return kernel.paths(up)
+    return paths_by_torch(up)
+
+
+def paths_by_torch(up: Tensor) -> Tensor:
+    """The same by torch."""
+    n, c, _ = up.shape
     depth = (up.sum(-1) - 1)[:, None].expand(n, c, c)  # of each ancestor
-    rows = steps(c, parents.device).int().expand(n, c, c)
-    out = torch.full((n, c, c + 1), -1, dtype=torch.int32, device=parents.device)
+    rows = steps(c, up.device).int().expand(n, c, c)
+    out = torch.full((n, c, c + 1), -1, dtype=torch.int32, device=up.device)
     return out.scatter_(2, torch.where(up, depth, c), torch.where(up, rows, -1))[..., :c].contiguous()
 
 

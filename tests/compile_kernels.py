@@ -97,12 +97,14 @@ def tops(dtype, every):
 
 
 def walks(dtype, every):
+    from selfspec.kernels.paths import paths
     from selfspec.kernels.settle import move_on
     from selfspec.kernels.walk import walk
 
     nodes = torch.zeros(2, 33, dtype=torch.long)
     walk(nodes, nodes, nodes)
     walk(nodes, None, nodes)
+    paths(torch.zeros(2, 33, 33, dtype=torch.bool))
     for ready in (None, nodes[:, 0] > 0):
         move_on(nodes, nodes[:, 0], nodes[:, 1], nodes[:, 2], nodes[:, :17], ready)
 

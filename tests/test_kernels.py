@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from selfspec import decode, sampling
+from selfspec import decode, rows, sampling
 from selfspec.draft import DraftTree
 from selfspec.kernels import linear as linears
-from selfspec.kernels import noise, norm, rotary, settle, walk
+from selfspec.kernels import noise, norm, paths, rotary, settle, walk
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.tiles import TILES, Tile, guess, tile
 from selfspec.verify import greedy
@@ -168,6 +168,17 @@ def test_walks_are_the_references(m):
     assert deep >= min(m, 3)
 
 
+@pytest.mark.parametrize("m", [1, 2, 17, 33])
+def test_rows_of_every_path_are_the_references(m):
+    """Random trees with padding at the end."""
+    generator = torch.Generator().manual_seed(m)
+    parents = (torch.rand(3, m, generator=generator) * torch.arange(m)).long()
+    parents[:, 0] = -1
+    parents[0, m // 2 + 1 :] = -1
+    up = rows.ancestors(parents).to(DEVICE)
+    assert torch.equal(paths.paths(up), rows.paths_by_torch(up))
+
+
 @pytest.mark.parametrize("ready", [None, torch.tensor([True, False, True])])
 @pytest.mark.parametrize("depth", [1, 5])
 def test_what_is_emitted_is_written_as_by_torch(depth, ready):
@@ -195,7 +206,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     lines = run.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
         *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_walk", "_settle", "_partial", "_combine"),
-        *("_peaks", "_first", "_collect", "_rank"),
+        *("_peaks", "_first", "_collect", "_rank", "_lines"),
     }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)

@@ -35,10 +35,11 @@ def drawn(
     log_q = scores.double().log_softmax(-1)
     key = sampling.hashed(seed, sampling.DRAFT, start)[:, None].expand(n, t).reshape(-1)
     depth = torch.arange(t, device=anchor.device).expand(n, t).reshape(-1)
-    k = 1 if budget is None else min(budget, v, RANKS)
-    order = sampling.perturbed(log_q.view(-1, v), key, depth, lambda s: s.topk(k, -1).indices).view(n, t, k)
     if budget is None:
-        return DraftTree(torch.cat([anchor[:, None], order[..., 0]], 1), None, log_q.exp())
+        tokens = sampling.draw(log_q.view(-1, v), key, depth).view(n, t)
+        return DraftTree(torch.cat([anchor[:, None], tokens], 1), None, log_q.exp())
+    k = min(budget, v, RANKS)
+    order = sampling.perturbed(log_q.view(-1, v), key, depth, lambda s: s.topk(k, -1).indices).view(n, t, k)
     return replace(replay(build(anchor, log_q, budget), order), probs=log_q.exp())
 
 
