@@ -156,7 +156,7 @@ class Batches:
             divisors = torch.zeros_like(divisors)
         done = work(pack, groups, labels)
         if self.pin:
-            pack, groups = pack.each(Tensor.pin_memory), _each(groups, Tensor.pin_memory)
+            pack, groups = pack.each(_pinned), _each(groups, _pinned)
         return Micro(pack, groups, choices, divisors, n_labels, done)
 
     def _step(self, key: tuple[int, Shape]) -> list[Micro]:
@@ -249,3 +249,8 @@ class Ahead(Generic[K, V]):
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool, self._coming = None, {}
+
+
+def _pinned(x: Tensor) -> Tensor:
+    """In memory that a device copies from by itself; what is expanded is written out, as pinning asks for."""
+    return x.contiguous().pin_memory()
