@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from selfspec import kernels
 from selfspec.adapters import heads
 from selfspec.adapters.attention import CopyDelta
 from selfspec.adapters.config import MaskPathConfig
@@ -87,21 +88,44 @@ class MaskPathModel(nn.Module):
         Returns:
             [N, D, d] in the embeddings' dtype.
         """
-        mask = self.mask.to(embeddings.dtype)
-        if len(mask) == 1:
-            masks = mask[0]
-        else:
-            masks = mask[rows.slots] if rows.run is None else mask[rows.run.start : rows.run.stop]
-        if len(mask) > 1 and torch.is_grad_enabled():  # the same values; the gradient is one matrix product
-            masks = (rows.slots[..., None] == torch.arange(len(mask), device=mask.device)).to(mask) @ mask
-        if self.token is not None:
-            embeddings = nn.functional.linear(embeddings, self.token.weight.to(embeddings.dtype))
-        x = torch.where((rows.tokens >= 0)[..., None], embeddings, masks)
+        dtype, extra = embeddings.dtype, None
         if self.feature is not None:
             if rows.features is None:
                 raise ValueError(f"this mask path needs the features {self.config.taps} of the last clean position")
-            x = x + nn.functional.linear(rows.features.to(x.dtype), self.feature.weight.to(x.dtype))
-        return x
+            extra = nn.functional.linear(rows.features.to(dtype), self.feature.weight.to(dtype))
+        weight = None if self.token is None else self.token.weight.to(dtype)
+        if kernels.serve(embeddings) and not torch.is_grad_enabled() and dtype != torch.float64:
+            from selfspec.kernels import enter as kernel
+
+            return kernel.enter(rows.tokens, rows.slots, embeddings, self.mask.to(dtype), weight, extra)
+        return enter(rows.tokens, rows.slots, embeddings, self.mask.to(dtype), weight, extra)
+
+
+def enter(
+    tokens: Tensor, slots: Tensor, embeddings: Tensor, mask: Tensor, weight: Tensor | None, extra: Tensor | None
+) -> Tensor:
+    """Inputs of draft rows: their tokens' embeddings, projected, or their masks, and what comes on top.
+
+    Args:
+        tokens: [N, D] long, below 0 for a mask.
+        slots: [N, D] long.
+        embeddings: [N, D, d] of the tokens.
+        mask: [1, d] for all slots, or [B, d].
+        weight: [d, d] of the tokens' projection, or None.
+        extra: [N, 1 or D, d], or None.
+
+    Returns:
+        [N, D, d]
+    """
+    if len(mask) == 1:
+        masks = mask[0]
+    elif torch.is_grad_enabled():  # the same values as by indexing; the gradient is one matrix product
+        masks = (slots[..., None] == torch.arange(len(mask), device=mask.device)).to(mask) @ mask
+    else:
+        masks = mask[slots]
+    x = embeddings if weight is None else nn.functional.linear(embeddings, weight)
+    x = torch.where((tokens >= 0)[..., None], x, masks)
+    return x if extra is None else x + extra
 
 
 def _key(layer: int, name: str) -> str:

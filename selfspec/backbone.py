@@ -43,7 +43,6 @@ class DraftRows:
         tokens: [N, D] long, `MASK` or a known token.
         slots: [N, D] long, index of each row in its group.
         features: [N, D or 1, F] hidden states of the last clean position that the group may use, or None.
-        run: what `slots` holds for every request, where the host knows.
         after: [N, D] long, the clean row of this forward whose features each row uses instead; for taps up to the
             entry layer, as later ones come too late.
     """
@@ -51,7 +50,6 @@ class DraftRows:
     tokens: Tensor
     slots: Tensor
     features: Tensor | None = None
-    run: range | None = None
     after: Tensor | None = None
 
 

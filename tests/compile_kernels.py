@@ -96,6 +96,14 @@ def tops(dtype, every):
             topk.best(logits, torch.zeros(1, dtype=torch.long))
 
 
+def entries(dtype, every):
+    from selfspec.kernels.enter import enter
+
+    tokens, x, square = torch.zeros(1, 4, dtype=torch.long), rand(1, 4, 576, dtype=dtype), rand(576, 576, dtype=dtype)
+    for weight, extra in ((square, None), (None, x[:, :1]), (square, x[:, :1]))[: 1 + 2 * every]:
+        enter(tokens, tokens, x, square[:16], weight, extra)
+
+
 def walks(dtype, every):
     from selfspec.kernels.paths import paths
     from selfspec.kernels.settle import move_on
@@ -129,5 +137,5 @@ def attentions(dtype, every):
 if __name__ == "__main__":
     driver.set_active(Device())
     jit.JITFunction.run = compile_only(jit.JITFunction.run)
-    for compile_all in (linears, rotaries, noises, tops, walks, attentions):
+    for compile_all in (linears, rotaries, noises, tops, entries, walks, attentions):
         compile_all(getattr(torch, sys.argv[1]), sys.argv[2:] == ["all"])

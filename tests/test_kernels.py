@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from selfspec import decode, rows, sampling
+from selfspec.adapters import path as mask_path
 from selfspec.draft import DraftTree
+from selfspec.kernels import enter, noise, norm, paths, rotary, settle, walk
 from selfspec.kernels import linear as linears
-from selfspec.kernels import noise, norm, paths, rotary, settle, walk
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.tiles import TILES, Tile, guess, tile
 from selfspec.verify import greedy
@@ -206,7 +207,23 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     lines = run.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
         *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_walk", "_settle", "_partial", "_combine"),
-        *("_peaks", "_first", "_collect", "_rank", "_lines"),
+        *("_peaks", "_first", "_collect", "_rank", "_lines", "_enter"),
     }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)
+
+
+@pytest.mark.parametrize("projected", [False, True])
+@pytest.mark.parametrize("extra", [None, 1, 7])
+@pytest.mark.parametrize("masks", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_draft_rows_enter_as_by_torch(projected, extra, masks, dtype):
+    generator, make = draws(masks + 7 * projected, dtype)
+    n, d, width = 3, 7, 72
+    tokens = torch.randint(-1, 9, (n, d), generator=generator).to(DEVICE)
+    tokens = torch.where(torch.rand(n, d, generator=generator).to(DEVICE) < 0.5, tokens, -1)
+    slots = torch.randint(0, 5, (d,), generator=generator).to(DEVICE).expand(n, d)
+    inputs = (tokens, slots, make(n, d, width), make(masks, width), make(width, width, scale=width**-0.5))
+    inputs = (*inputs[:4], inputs[4] if projected else None, None if extra is None else make(n, extra, width))
+    with torch.no_grad():
+        torch.testing.assert_close(enter.enter(*inputs), mask_path.enter(*inputs), **CLOSE[dtype])

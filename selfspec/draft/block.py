@@ -38,7 +38,7 @@ def draft_inputs(
         anchor = anchor.view(n, -1, 1)
         masks = torch.cat([anchor.expand(n, groups, 1), masks[:, :, 1:]], 2)
     slots = steps(size, device) if groups == 1 else steps(size, device).repeat(groups)
-    return DraftRows(masks.flatten(1), slots.expand(n, -1), features, range(size) if groups == 1 else None)
+    return DraftRows(masks.flatten(1), slots.expand(n, -1), features)
 
 
 def propose(
