@@ -122,7 +122,7 @@ def test_the_coarse_points_come_first(body):
     first = {(s.kind, s.requests, s.rows, s.context) for s in order[:8]}
     assert ("clean", 1, 1, 16) in first and ("clean", 1, 16, 16) in first and ("draft", 1, 4, 16) in first
     assert order[0].rows == 1 and len(order) == len(set(order))
-    assert {s.kind for s in order} == {"clean", "draft", "overlap"}
+    assert {s.kind for s in order} == {"clean", "draft", "overlap", "tree"}
     assert all(s.context < tiny.POSITIONS for s in shapes(body, Sizes()))  # no more than the model has positions
 
 
@@ -138,7 +138,7 @@ def fake(clock, per_row=0.01):
     """Measures by the law, and takes its time on a clock of its own."""
 
     def measured(backbone, kind, n, r, context, graph, drafts, seconds):
-        entry = backbone.path.entry if kind != "clean" else 0
+        entry = backbone.path.entry if kind in ("draft", "overlap") else 0
         ms = 1.0 + per_row * n * (r + drafts)
         clock[0] += 4 * ms / 1e3
         return point(kind, n, r, ms, context, entry, drafts)
@@ -165,10 +165,10 @@ def test_a_later_run_completes_an_earlier_one(body):
     assert [(p.kind, p.rows) for p in seen] == [("clean", 8)] and len(more.points) == len(some.points) + 1
 
 
-@pytest.mark.parametrize("kind, drafts", [("clean", 0), ("draft", 0), ("overlap", 8)])
+@pytest.mark.parametrize("kind, drafts", [("clean", 0), ("draft", 0), ("overlap", 8), ("tree", 3)])
 def test_a_real_forward_is_timed(body, kind, drafts):
     found = measure(body, kind, 2, 4, 16, repeats=3, drafts=drafts)
-    assert 0 < found.low <= found.ms <= found.high and found.entry == (0 if kind == "clean" else 2)
+    assert 0 < found.low <= found.ms <= found.high and found.entry == (2 if kind in ("draft", "overlap") else 0)
 
 
 def test_a_path_with_features_is_timed_too():

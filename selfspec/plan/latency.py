@@ -12,6 +12,7 @@ import torch
 from selfspec import rows
 from selfspec.backbone import Backbone
 from selfspec.draft.block import draft_inputs
+from selfspec.draft.tree import best_first
 
 
 @dataclass(frozen=True)
@@ -19,16 +20,16 @@ class Latency:
     """One measured point.
 
     Attributes:
-        kind: "clean" (verify rows at all layers, head included), "draft" (a group from the entry layer on) or "overlap"
-            (clean rows, and draft rows that join them at the entry layer).
+        kind: "clean" (verify rows at all layers, head included), "draft" (a group from the entry layer on), "overlap"
+            (clean rows, and draft rows that join them at the entry layer) or "tree" (what builds a tree of a draft).
         requests: N.
-        rows: rows per request; of an overlap its clean rows.
+        rows: rows per request; of an overlap its clean rows, of a tree its nodes.
         entry: first layer that draft rows run through; 0 where there are none.
         context: committed positions per request.
         graph: replayed from a CUDA graph rather than launched eagerly.
         ms: median milliseconds.
         low, high: the fastest and the slowest repeat.
-        drafts: of an overlap, its draft rows per request.
+        drafts: of an overlap, its draft rows per request; of a tree, the drafts that it is built of.
     """
 
     kind: str
@@ -55,26 +56,31 @@ def measure(
     drafts: int = 0,
     seconds: float | None = None,
 ) -> Latency:
-    """Time one forward with its head.
+    """Time one forward with its head, or what makes a tree of a draft.
 
     Args:
         backbone: with a mask path when `kind` is "draft" or "overlap".
-        kind: "clean", "draft" or "overlap".
+        kind: "clean", "draft", "overlap" or "tree".
         n: requests.
-        r: rows per request; of an overlap its clean rows.
+        r: rows per request; of an overlap its clean rows, of a tree its nodes.
         context: committed positions.
         graph: capture it in a CUDA graph first.
         repeats: timed runs after three warm ones.
         drafts: of an overlap, draft rows per request: one group on each of the last clean rows, blocks as wide as they
-            divide evenly.
+            divide evenly; of a tree, its drafts.
         seconds: stop repeating after this long (three runs at least, and then one warm one is enough).
     """
     cache = backbone.new_cache(n, context, r + drafts)
     cache.lengths = [context] * n
     start = torch.full((n,), context, device=backbone.device)
     ids = torch.randint(backbone.vocab_size, (n, r), device=backbone.device)
-    entry = backbone.path.entry if kind != "clean" and backbone.path is not None else 0
-    if kind == "clean":
+    entry = backbone.path.entry if kind in ("draft", "overlap") and backbone.path is not None else 0
+    if kind == "tree":
+        guessed = torch.randn(n, drafts, backbone.vocab_size, device=backbone.device, dtype=backbone.dtype)
+
+        def run() -> None:
+            best_first(ids[:, 0], guessed, r)
+    elif kind == "clean":
         layout = rows.chain(start, r)
 
         def run() -> None:

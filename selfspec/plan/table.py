@@ -21,7 +21,7 @@ from selfspec.machine import device_name, versions
 from selfspec.plan.latency import Latency
 from selfspec.plan.surface import Surface
 
-FORMAT = 1  # part of the cache key: raise it when what is stored or measured changes
+FORMAT = 2  # part of the cache key: raise it when what is stored or measured changes
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class LatencyTable:
         clean rows below the entry layer and all rows from there on, times what measured overlaps took beyond that.
 
         Args:
-            kind: "clean", "draft" or "overlap".
-            rows: per request; of an overlap its clean rows.
+            kind: "clean", "draft", "overlap" or "tree"; what was never measured of the last costs nothing.
+            rows: per request; of an overlap its clean rows, of a tree its nodes.
             requests: N, or an array of such.
             context: committed positions.
             entry: first layer of the draft rows.
@@ -74,6 +74,9 @@ class LatencyTable:
         """
         if kind == "clean":
             return self._surfaces["clean", 0](requests, rows, context)
+        if kind == "tree":
+            known = self._surfaces.get((kind, 0))
+            return known(requests, rows, context) if known else np.zeros(np.shape(requests))
         if kind == "draft":
             return self._draft(rows, requests, context, entry)
         plain = self._surfaces["clean", 0](requests, rows, context)

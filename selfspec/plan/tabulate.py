@@ -29,12 +29,14 @@ class Sizes:
         requests: N.
         contexts: committed positions.
         blocks: rows of a draft group.
+        trees: nodes of trees.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     contexts: tuple[int, ...] = (512, 2048, 8192)
     blocks: tuple[int, ...] = BLOCKS
+    trees: tuple[int, ...] = (16, 64)
 
 
 def at_load(slots: int, context: int = 512) -> Sizes:
@@ -68,6 +70,8 @@ def shapes(backbone: Backbone, sizes: Sizes) -> list[Shape]:
     most = max((b for b in BLOCKS if b <= widest), default=max(widest, 2))
     blocks = [] if backbone.path is None else sorted({most, *(b for b in sizes.blocks if b <= widest)})
     turns: list[tuple[int, int, Shape]] = []
+    for i, n in _bisected(sizes.requests) if blocks else ():  # a draft's trees know no context
+        turns += [(i + j + 2, 3, Shape("tree", n, m, contexts[0], most - 1)) for j, m in enumerate(sizes.trees)]
     for (i, n), (k, c) in product(_bisected(sizes.requests), _bisected(contexts)):
         turns += [(i + j + k, 0, Shape("clean", n, r, c)) for j, r in _bisected(sizes.rows)]
         turns += [(i + j + k + 1, 1, Shape("draft", n, b, c)) for j, b in _bisected(sorted(blocks, reverse=True))]
@@ -142,7 +146,8 @@ def tabulate(
 
 
 def _expected(table: LatencyTable, s: Shape, entry: int) -> float:
-    return float(table.time(s.kind, s.rows, s.requests, s.context, entry, s.drafts))
+    ms = float(table.time(s.kind, s.rows, s.requests, s.context, entry, s.drafts))
+    return ms or float(table.time("clean", s.rows + s.drafts, s.requests, s.context))  # a tree, before one is known
 
 
 def graphs_run(backbone: Backbone) -> bool:
