@@ -17,7 +17,7 @@ from selfspec.settings import eos_ids
 from selfspec.terminal import refusing, show_table
 
 
-class _Watch:
+class Watched:
     """A policy that notes what came of each round."""
 
     def __init__(self, policy: Policy):
@@ -27,10 +27,10 @@ class _Watch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
 
-    def observe(self, assignment, emitted, seconds=None, ended=None, hits=None) -> None:
+    def observe(self, assignment, emitted, seconds=None, ended=None, hits=None, cold=False) -> None:
         """Note it, and pass it on."""
-        self.seen.append((assignment, list(emitted), seconds))
-        self.policy.observe(assignment, emitted, seconds, ended, hits)
+        self.seen.append((assignment, list(emitted), None if cold else seconds))
+        self.policy.observe(assignment, emitted, seconds, ended, hits, cold)
 
 
 def rounds(
@@ -46,7 +46,7 @@ def rounds(
     Yields:
         The assignment of each round, the tokens that it emitted, and its seconds (None where a graph was captured).
     """
-    watch = _Watch(policy)
+    watch = Watched(policy)
     for _ in model.rounds([request], watch):
         yield from watch.seen
         watch.seen.clear()

@@ -32,13 +32,19 @@ def planner_for(
     paths = [c for b in bodies if (c := getattr(b.path, "config", None)) is not None]
     plans = [p for p in menu(paths, MODES) if p.tree_nodes <= MOST_NODES and _takes(verify, p)]
     if table is None:
-        table, *others = (table_for(body, seconds=seconds / len(bodies)) for body in bodies)
-        for other in others:
-            table = table.merged(other.points)
+        table = table_of(bodies, seconds)
     costs = Costs(table, tuple(p.entry for p in paths) or (0,))
     priors = [p.acceptance or UNKNOWN for p in paths] or [UNKNOWN]
     kinds = [f for p in plans for f in families(p)]
-    return Planner(costs, plans, Estimator(kinds, priors), split=False)
+    return Planner(costs, plans, Estimator(kinds, priors))
+
+
+def table_of(bodies: Sequence[Backbone], seconds: float = 10.0) -> LatencyTable:
+    """One latency table for a model and all its mask paths: what is stored, or measured now within `seconds`."""
+    table, *others = (table_for(body, seconds=seconds / len(bodies)) for body in bodies)
+    for other in others:
+        table = table.merged(other.points)
+    return table
 
 
 def _takes(verify: str, plan: Plan) -> bool:

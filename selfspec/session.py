@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -77,6 +78,7 @@ class Session:
         self._flights: deque[Flight] = deque()
         self._landed: list[tuple[Request, list[int]]] = []  # read between steps
         self._saved: Plan | None = None  # the overlapped plan whose drafts all requests have, or know to lack
+        self._drafted: set[int] = set()  # ids of requests that the last round read left a draft
         self.limit = slots  # requests at a time, if not all slots are to be used
         self.use(policy)
 
@@ -287,8 +289,16 @@ class Session:
             length = self.cache.lengths[r.slot]  # type: ignore[index]
             left = max(1, r.max_new_tokens - len(r.output) - reach)
             views.append(View(r, length, left, saved=self._saved is not None))
-        (assignment,) = self.policy.round(views)
-        return assignment
+        assignments = self.policy.round(views)
+        if len(assignments) != 1:
+            raise ValueError(
+                f"the policy wants {len(assignments)} rounds side by side; a session runs one at a time: make the "
+                "planner with split=False"
+            )
+        plan = assignments[0].plan
+        if self._saved is not None and plan != self._saved:  # what was saved is dropped
+            return Assignment(tuple(replace(v, saved=False) for v in views), plan)
+        return assignments[0]
 
     def _land(self) -> None:
         """Read the outcome of the oldest round or prefill."""
@@ -315,11 +325,18 @@ class Session:
         if planned is not None and len(emitted) == len(planned.views):  # nobody has left since
             keys = [id(v.key) for v in planned.views]
             ended = [v.key.finish_reason is not None for v in planned.views]  # type: ignore[attr-defined]
-            took = seconds if flight.warm else None
-            self.policy.observe(planned, [emitted[k] for k in keys], took, ended, [saved[k] for k in keys])
+            known = tuple(replace(v, saved=s, missed=v.saved and not s) for v, s in self._found(planned))
+            outcome = [emitted[k] for k in keys], seconds, ended, [saved[k] for k in keys]
+            self.policy.observe(Assignment(known, planned.plan), *outcome, cold=not flight.warm)
+        if planned is not None:
+            self._drafted = {k for k, s in saved.items() if s}
         for r in running:
             if r.finish_reason is not None:
                 self._leave(r)
+
+    def _found(self, planned: Assignment) -> Iterator[tuple[View, bool]]:
+        """The views of a round, and whether a saved draft was really there; when it started, nobody knew."""
+        return ((v, v.saved and id(v.key) in self._drafted) for v in planned.views)
 
     def _chunk(self) -> None:
         """Prefill the next positions of the first that join, and choose the first tokens of those that are through."""

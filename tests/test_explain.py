@@ -94,7 +94,7 @@ def test_explain_shows_table_estimate_and_choices(model, adapter):
     assert found["table"][0]["plan"] == "ar" and {"verify_ms", "draft_ms"} <= set(found["table"][0])
     assert any("tree" in r["plan"] for r in found["table"]) and "known 0 0" in found["estimate"]
     assert sum(r["emitted"] for r in found["rounds"]) == len(found["output"]) - 1
-    assert found["rounds"][0]["why"] == "pace" and all(r["ms"] > 0 for r in found["rounds"])
+    assert found["rounds"][0]["why"] == "first" and all(r["ms"] > 0 for r in found["rounds"])
     plain = tiny_chat.run(*argv)
     assert plain.exit_code == 0 and "best now" in plain.stdout and "% of the time for probes" in plain.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log
 
 import numpy as np
@@ -23,27 +24,39 @@ class Costs:
     def __init__(self, table: LatencyTable, entries: tuple[int, ...] = (0,)):
         self.table, self.entries = table, entries
         self._parts: dict[tuple[Plan, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._times: dict[tuple, np.ndarray] = {}  # of single forwards: plans share many
 
     def parts(self, plan: Plan, most: int, context: float) -> tuple[np.ndarray, np.ndarray]:
-        """Verify and draft milliseconds of 0..most requests. [most + 1] each"""
+        """Milliseconds of verifying (trees built first) and of drafting, for 0, 1, ... most requests and more."""
+        most = 1 << (most - 1).bit_length()  # one entry for all numbers up to the next power of two
         step = -(-int(context) // STEP) * STEP
         key = plan, most, step
         if key not in self._parts:
             if len(self._parts) > 4096:  # contexts grow: those behind are not asked for again
                 self._parts.clear()
-            self._parts[key] = self._measured(plan, np.arange(1, most + 1), step)
+                self._times.clear()
+            self._parts[key] = self._measured(plan, most, step)
         return self._parts[key]
 
-    def _measured(self, plan: Plan, n: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    def _measured(self, plan: Plan, most: int, context: int) -> tuple[np.ndarray, np.ndarray]:
         entry = self.entries[plan.adapter] if plan.drafts else 0
         if plan.overlap:
-            verify = self.table.time("overlap", plan.nodes, n, context, entry, plan.group_rows)
+            verify = self._time(most, context, "overlap", plan.nodes, entry, plan.group_rows)
         else:
-            verify = self.table.time("clean", plan.nodes, n, context)
-        draft = np.zeros(len(n))
-        if plan.drafts:
-            draft = self.table.time("draft", plan.block_size, n, context, entry) * (plan.passes if plan.loop else 1)
-        return np.concatenate([[0.0], verify]), np.concatenate([[0.0], draft])
+            verify = self._time(most, context, "clean", plan.nodes)
+        if not plan.drafts:
+            return verify, np.zeros(most + 1)
+        if plan.tree:
+            verify = verify + self._time(most, context, "tree", plan.tree_nodes)
+        return verify, self._time(most, context, "draft", plan.block_size, entry) * (plan.passes if plan.loop else 1)
+
+    def _time(self, most: int, context: int, kind: str, rows: int, entry: int = 0, drafts: int = 0) -> np.ndarray:
+        """Milliseconds of a forward of 0..most requests."""
+        key = most, context, kind, rows, entry, drafts
+        if key not in self._times:
+            ms = self.table.time(kind, rows, np.arange(1, most + 1), context, entry, drafts)
+            self._times[key] = np.concatenate([[0.0], ms])
+        return self._times[key]
 
     def round(self, plan: Plan, n: int, context: float, missed: int | None = None) -> float:
         """One round of n requests.
@@ -62,42 +75,60 @@ class Pace:
     """What rounds really take over what the table says, per plan and number of requests (BASTION's online calibration).
 
     The table times forwards; rounds also build trees, walk, transfer. A plan that never ran is taken to be as far off
-    as plans are on average, so that no plan wins only because nobody has seen it run.
+    as others of its mode are, or as plans are on average, so that none wins only because nobody has seen it run.
+    Plain decoding is the exception: it is what all is measured against, so until it has run it is taken at its word,
+    unless others are faster than theirs.
 
     Args:
-        plans: how many there are.
+        modes: of each plan; "ar" is plain decoding.
     """
 
-    def __init__(self, plans: int):
-        self.plans = plans
+    def __init__(self, modes: Sequence[str]):
+        names = sorted(set(modes))
+        self.mode = np.array([names.index(m) for m in modes])
+        self.plain = np.array([m == "ar" for m in modes])
         self.seen: dict[int, np.ndarray] = {}  # bucket of requests -> [3, K] rounds, weight, mean log ratio
-        self.ever = np.zeros((2, plans))  # weight, mean log ratio over all numbers of requests
-        self.all = [0.0, 0.0]  # the same over all plans
+        self.ever = np.zeros((2, len(modes)))  # weight, mean log ratio over all numbers of requests
+        self.alike = np.zeros((2, len(names)))  # over all plans of a mode
+        self.all = np.zeros(2)  # over all plans
+        self.first = np.zeros(2)  # cold rounds, and the milliseconds that one of them takes longer
 
     def _bucket(self, n: int) -> np.ndarray:
-        return self.seen.setdefault(n.bit_length(), np.zeros((3, self.plans)))
+        return self.seen.setdefault(n.bit_length(), np.zeros((3, len(self.mode))))
 
     def factors(self, n: int) -> np.ndarray:
         """Multiply the table's milliseconds. [K]"""
         _, weight, mean = self._bucket(n)
-        ever = (self.ever[0] * self.ever[1] + 2 * self.all[1]) / (self.ever[0] + 2)
-        return np.exp((weight * mean + 2 * ever) / (weight + 2))
+        general = np.where(self.plain, min(self.all[1], 0.0), self.all[1])
+        alike, ever = self.alike[:, self.mode], self.ever
+        for (w, m), trust in ((alike, 2), (ever, 2), ((weight, mean), 2)):
+            general = (w * m + trust * general) / (w + trust)
+        return np.exp(general)
 
-    def observe(self, k: int, n: int, expected: float, real: float) -> None:
-        """Book a round of plan k; both in milliseconds. The first two of a shape compile and capture, and say nothing.
+    def setup(self, k: int, n: int) -> float:
+        """Milliseconds that plan k costs beside its rounds until it runs at its pace with n requests."""
+        return 0.0 if self._bucket(n)[0, k] > 0 else 2 * float(self.first[1])  # what is captured runs once before
+
+    def observe(self, k: int, n: int, expected: float, real: float, cold: bool = False) -> None:
+        """Book a round of plan k; both in milliseconds. A shape's first round sets up and says nothing of its pace.
 
         A single slow round is somebody else's doing, so what is known moves by a step at most.
         """
         rounds, weight, mean = self._bucket(n)
+        if cold:
+            self.first[0] = min(self.first[0] + 1, 20)
+            self.first[1] += (max(real - expected, 0.0) - self.first[1]) / self.first[0]
+            return
         rounds[k] += 1
-        if rounds[k] <= 2 or expected <= 0 or real <= 0:
+        if rounds[k] <= 1 or expected <= 0 or real <= 0:
             return
         ratio = min(max(log(real / expected), -3.0), 3.0)
         if weight[k] >= 8:
             ratio = min(max(ratio, mean[k] - 0.5), mean[k] + 0.5)
         weight[k] = min(weight[k] + 1, 20)
         mean[k] += (ratio - mean[k]) / weight[k]
-        self.ever[0, k] = min(self.ever[0, k] + 1, 20)
-        self.ever[1, k] += (ratio - self.ever[1, k]) / self.ever[0, k]
-        self.all[0] = min(self.all[0] + 1, 50)
-        self.all[1] += (ratio - self.all[1]) / self.all[0]
+        for known, most in ((self.ever[:, k], 20), (self.alike[:, self.mode[k]], 50), (self.all, 50)):
+            if known is self.all and self.plain[k]:
+                continue
+            known[0] = min(known[0] + 1, most)
+            known[1] += (ratio - known[1]) / known[0]

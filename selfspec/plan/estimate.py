@@ -18,6 +18,7 @@ import numpy as np
 from selfspec.plan import Plan
 
 DEPTH = 15  # drafts of the largest block; a tree is no deeper
+OWN, SHAPE = 6.0, 16.0  # trials that a text's own odds, and its own curve's shape, are set against
 LEAST, MOST = 1e-3, 0.999
 FADE = 0.998  # of counts over all requests, per round
 
@@ -122,7 +123,7 @@ class Estimator:
         level = harder(shared[:, None], odds[:, :, None])
         none = np.zeros((2, *self.won.shape))
         won, tried = np.stack([none if o is None else o.counts for o in mine], 2)
-        return np.clip((won + 16 * level) / (tried + 16), LEAST, MOST)
+        return np.clip((won + SHAPE * level) / (tried + SHAPE), LEAST, MOST)
 
     def curves(self, keys: Sequence[Hashable], family: Family, features: np.ndarray | None = None) -> np.ndarray:
         """The same of one family. [n, DEPTH]"""
@@ -139,7 +140,7 @@ class Estimator:
         """Book a round.
 
         Args:
-            keys: the requests.
+            keys: the requests; one key for all books their rounds as one.
             family: kind of draft that was verified.
             offered: drafts verified (a tree: its depth), per request. A round that ended its text offered no more than
                 it could still take.
@@ -152,8 +153,11 @@ class Estimator:
         position = np.arange(DEPTH)
         tried = position < np.minimum(a + 1, d)[:, None]  # [n, DEPTH]
         won = position < np.minimum(a, d)[:, None]
+        if n > 1 and len(set(keys)) == 1:
+            keys, n, won, tried = keys[:1], 1, won.sum(0, keepdims=True), tried.sum(0, keepdims=True)
+            features = None if features is None or np.isnan(features).all() else np.nanmean(features, keepdims=True)
         odds = np.ones(n) if self._lookup[f] else self.effect.factor(features, n)
-        failed, trials = (tried & ~won).sum(1), tried.sum(1)
+        failed, trials = tried.sum(1) - won.sum(1), tried.sum(1)
         expected = (tried * (1 - harder(shared[f], odds[:, None]))).sum(1)
         surprise, now = np.zeros(n), self.now
         for i, sums in enumerate(zip(failed.tolist(), expected.tolist(), trials.tolist(), strict=True)):
@@ -173,8 +177,9 @@ class Estimator:
         return 1 + float(np.cumprod(self.shared()[1][self.index[family]]).sum())
 
     def forget(self, key: Hashable) -> None:
-        """A request is gone."""
+        """A request is gone: the next one's text may be of another kind."""
         self.own.pop(key, None)
+        self._lately *= 0.1
 
 
 def harder(curve: np.ndarray, odds: np.ndarray | float) -> np.ndarray:
@@ -222,7 +227,7 @@ class _Own:
 
     def odds(self, target: float) -> float:
         """How many times the shared odds of failing this text has; about what others have lately, until it shows."""
-        return _odds(self.failed, self.expected, self.trials, target)
+        return _odds(self.failed, self.expected, self.trials, target, OWN)
 
     def add(self, seen: _Round, target: float) -> float:
         """Book a round. Returns its failures beyond what was foreseen."""

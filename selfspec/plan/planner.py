@@ -16,7 +16,8 @@ from selfspec.plan.estimate import DEPTH, Estimator, families
 from selfspec.plan.probe import Probe
 from selfspec.plan.value import Values
 
-PACED = 3  # plain rounds at the start; the first two of a shape compile and capture
+POOL = ("all requests",)  # the key of a batch that is taken as one
+UNBOUNDED = 1 << 30  # tokens left: caps bite only in a text's last rounds, which no change of plans would repay
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class View:
         context: committed positions.
         left: tokens that it may still emit.
         saved: whether an overlapped round left it a draft.
+        missed: an overlapped round left it none, and none is made: its next round verifies nothing but the anchor.
         lookup: tokens that its own text suggests; None where nobody looked.
         feature: how hard its text is, see `Estimator.curves`; None where it is not known.
     """
@@ -36,6 +38,7 @@ class View:
     context: int
     left: int = 1 << 30
     saved: bool = False
+    missed: bool = False
     lookup: int | None = None
     feature: float | None = None
 
@@ -63,7 +66,7 @@ class Assignment:
         p = self.plan
         depth = (p.block_size if p.tree else p.nodes) - 1
         looked = [depth if v.lookup is None or not p.lookup else min(depth, v.lookup) for v in self.views]
-        return [max(min(d, v.left - 1), 0) for d, v in zip(looked, self.views, strict=True)]
+        return [0 if v.missed else max(min(d, v.left - 1), 0) for d, v in zip(looked, self.views, strict=True)]
 
 
 class Policy(Protocol):
@@ -88,8 +91,9 @@ class Policy(Protocol):
         seconds: float | None = None,
         ended: Sequence[bool] | None = None,
         hits: Sequence[bool] | None = None,
+        cold: bool = False,
     ) -> None:
-        """What came of an assignment."""
+        """What came of an assignment; a cold one was compiled or captured first."""
 
     def forget(self, key: Hashable) -> None:
         """A request is gone."""
@@ -109,7 +113,7 @@ class Fixed:
         """Everything is verified."""
         return assignment.offered
 
-    def observe(self, assignment, emitted, seconds=None, ended=None, hits=None) -> None:
+    def observe(self, assignment, emitted, seconds=None, ended=None, hits=None, cold=False) -> None:
         """Nothing is learnt."""
 
     def forget(self, key: Hashable) -> None:
@@ -126,8 +130,7 @@ class Decision:
         tokens: [K] expected per round over all requests, of every plan in the menu.
         ms: [K] expected per round.
         chosen: plan and number of requests of each assignment.
-        why: "pace" (plain decoding first, to see what its rounds take), "first", "keep", "hold" (a better one is not
-            better by enough, or for long enough), "switch" or "probe".
+        why: "first", "keep", "hold" (a better one is not better by enough, or for long enough), "switch" or "probe".
     """
 
     number: int
@@ -141,21 +144,27 @@ class Decision:
 class Planner:
     """Chooses, every few rounds, the plans with the most expected tokens per millisecond: estimate x latency table.
 
-    A batch may be split over two shapes where the table says that their two forwards pay. A change needs gains that add
-    up to `patience` over the comparisons since the last one (a third at once, 2 % only if they last), and comes at
-    most every `dwell` rounds, so that graphs are not thrashed; plain decoding may come back at once. Modes not in use
-    are probed within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred
-    within 1.5 %: where drafts do not pay, it wins.
+    The first rounds run what the table and the adapter's told acceptance promise most of. A change needs gains that
+    add up to `patience` over the rounds since the last one (a half within four, 2 % only if they last), and to half of
+    what compiling and capturing the new shape takes where it never ran, as it stays captured; a change comes at most
+    every `dwell` rounds. So graphs are not thrashed; plain decoding may come back at once. Modes not in use are probed
+    within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred within
+    1.5 %: where drafts do not pay, it wins.
+
+    With `split`, a batch may run as two shapes where the table says that their two forwards pay, and every request is
+    judged by itself. Without it the rounds of a batch are one request's to the estimator: their sum is all that counts,
+    and planning takes as long for 128 requests as for one.
 
     Args:
         costs: the latency table.
         plans: what to choose from (`selfspec.plan.menu`); plain decoding is one of them.
         estimator: of acceptance.
-        patience: relative gains that have to add up before a change; 1 % of each comparison does not count.
+        patience: relative gains that have to add up over rounds before a change; 1 % does not count. Plain decoding
+            comes back sooner.
         dwell: rounds between two changes.
         every: rounds between two comparisons while the same requests run.
         probe: share of the time for modes not in use.
-        split: let a batch run as two rounds of different shapes.
+        split: let a batch run as two rounds of different shapes; a `Session` runs one.
         packed: verification rows are packed, so that `prune` may give each request its own length; otherwise rows stand
             in a rectangle.
 
@@ -170,11 +179,11 @@ class Planner:
         costs: Costs,
         plans: Sequence[Plan],
         estimator: Estimator | None = None,
-        patience: float = 0.3,
+        patience: float = 2.0,
         dwell: int = 4,
         every: int = 4,
         probe: float = 0.02,
-        split: bool = True,
+        split: bool = False,
         packed: bool = False,
     ):
         if not any(p.nodes == 1 for p in plans):
@@ -185,7 +194,7 @@ class Planner:
         self.values = Values(self.plans, self.estimator.index, costs)
         self.index = {p: k for k, p in enumerate(self.plans)}
         self.patience, self.dwell, self.every = patience, dwell, every
-        self.pace, self.probe = Pace(len(self.plans)), Probe(probe)
+        self.pace, self.probe = Pace([p.mode if p.nodes > 1 else "ar" for p in self.plans]), Probe(probe)
         self.log: deque[Decision] = deque(maxlen=512)
         self.rounds = self.switches = 0
         self.rate = 0.0
@@ -193,7 +202,9 @@ class Planner:
         self._plain = next(k for k, p in enumerate(self.plans) if p.nodes == 1)
         self._since = self._lead = 0.0  # rounds since they were chosen; what was foregone since then
         self._last: list[tuple[int, list[int]]] = []
-        self._keys: list[Hashable] = []
+        self._keys: Sequence[Hashable] = ()
+        self._members: set[Hashable] = set()
+        self._looked = 0  # round of the last comparison
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """A plan for every running request.
@@ -206,49 +217,63 @@ class Planner:
         """
         if not active:
             return []
-        keys = [v.key for v in active]
+        n, all_keys = len(active), [v.key for v in active]
+        self.values.joined(not self._members.issuperset(all_keys))
+        self._members, keys = set(all_keys), self._judged(all_keys)
         self.rounds += 1
         self._since += 1
-        tail = all(v.left < DEPTH for v in active)  # caps bite, and change from round to round
-        settled = self._since > 4 * self.dwell and int(self._since) % self.every
-        if keys == self._keys and settled and not tail and not self.probe.running:
+        settled = self._since > 4 * self.dwell and self.rounds < self._looked + self.every
+        if keys == self._keys and settled and not self.probe.running:
             return self._assigned(active, self._last)
-        n, context = len(active), sum(v.context for v in active) / len(active)
+        context, m = sum(v.context for v in active) / n, len(keys)
         features = np.array([np.nan if v.feature is None else v.feature for v in active])
-        left = np.array([v.left for v in active])
-        offers = np.array([DEPTH if v.lookup is None else v.lookup for v in active])
-        tokens, hit = self.values.tokens(self.estimator.all(keys, features).cumprod(2), left, offers)
-        ms = self.values.ms(n, context, hit) * self.pace.factors(n)[:, None]
-        # a few plain rounds first: how much longer than the table says are rounds of what all is measured against?
-        probed = self._plain if self.rounds <= PACED else self.probe.next(self, n, context)
+        features = features if m == n else np.nanmean(features, keepdims=True) if (features == features).any() else None
+        offers = np.array([DEPTH if v.lookup is None else v.lookup for v in active]).reshape(m, -1).mean(1).astype(int)
+        survival = self.estimator.all(keys, features).cumprod(2)
+        tokens, hit = self.values.tokens(survival, np.full(m, UNBOUNDED), offers)
+        tokens *= n / m
+        counts = np.arange(n + 1) if self.split else np.array([n])
+        ms = self.values.ms(counts, context, hit) * self.pace.factors(n)[:, None]
+        probed = self.probe.next(self, n, context)
         if probed is not None:
-            parts, why = [(probed, list(range(n)))], "pace" if self.rounds <= PACED else "probe"
-            self._keys = []
+            parts, why = [(probed, list(range(n)))], "probe"
+            self._keys = ()
         else:
-            parts, why = self._best(tokens, ms)
-            self._last, self._keys = parts, keys
+            parts, why = self._best(tokens, ms, n)
+            self._last, self._keys, self._looked = parts, keys, self.rounds
         chosen = tuple((self.plans[k], len(members)) for k, members in parts)
-        self.log.append(Decision(self.rounds, context, tokens.sum(0), ms[:, n], chosen, why))
+        self.log.append(Decision(self.rounds, context, tokens.sum(0), ms[:, -1], chosen, why))
         return self._assigned(active, parts)
 
+    def _judged(self, keys: list[Hashable]) -> Sequence[Hashable]:
+        """Whom acceptance is estimated for: each request, or a batch as one."""
+        return keys if self.split or len(keys) == 1 else POOL
+
     def _assigned(self, active: Sequence[View], parts: list[tuple[int, list[int]]]) -> list[Assignment]:
+        if len(parts) == 1:
+            return [Assignment(tuple(active), self.plans[parts[0][0]])]
         return [Assignment(tuple(active[i] for i in members), self.plans[k]) for k, members in parts]
 
-    def _best(self, tokens: np.ndarray, ms: np.ndarray) -> tuple[list[tuple[int, list[int]]], str]:
-        """The parts to run, and why: the best ones, or those in use where the best gain too little."""
-        n, tokens = len(tokens), tokens.copy()
+    def _best(self, tokens: np.ndarray, ms: np.ndarray, n: int) -> tuple[list[tuple[int, list[int]]], str]:
+        """The parts to run, and why: the best ones, or those in use where the best gain too little.
+
+        Args:
+            tokens: [n or 1, K].
+            ms: [K, n + 1 or 1], the last of n requests.
+            n: requests.
+        """
+        tokens = tokens.copy()
         tokens[:, self._plain] *= 1.015  # what is gained by less is lost to drafts that do worse than expected
-        # two shapes are compared among those that do best alone, and those that suit somebody best
-        alone = tokens / ms[:, n]  # [n, K]
-        few = {self._plain, *np.argsort(-alone.sum(0))[:4].tolist(), *np.argmax(alone, 1)[:2].tolist()}
-        best = partition(tokens, ms, sorted(few), self.split)
-        rate = _rate(best, tokens, ms)
+        best, rate = self._parts(tokens, ms, n, None)
         if self.current:
-            kept = partition(tokens, ms, self.current, self.split)
-            held = _rate(kept, tokens, ms)
-            self._lead = max(self._lead + min(rate / held - 1.01, 1.0), 0.0)
-            early = self._since < self.dwell and best != [(self._plain, list(range(n)))]  # falling back needs no graph
-            if self._lead < self.patience or early:
+            kept, held = self._parts(tokens, ms, n, self.current)
+            rounds = self.rounds - self._looked  # since the last comparison
+            self._lead = max(self._lead + rounds * min(rate / held - 1.01, 1.0), 0.0)  # 1 % may be error
+            fallen = [k for k, _ in best] == [self._plain]  # falling back waits for nothing
+            new = [k for k, _ in best if k not in self.current and k != self._plain]
+            price = sum(self.pace.setup(k, n) for k in new) / sum(ms[k, -1] for k, _ in kept)  # in rounds
+            patience = min(self.patience, 0.3) if fallen else max(self.patience, 0.5 * price)
+            if self._lead < patience or (self._since < self.dwell and not fallen):
                 self.rate = held
                 return kept, "keep" if rate <= held * 1.01 else "hold"
         why = "switch" if self.current else "first"
@@ -257,6 +282,21 @@ class Planner:
         self.current, self._since, self._lead, self.rate = chosen, 0, 0.0, rate
         self.probe.used({f for k in chosen for f in families(self.plans[k])})
         return best, why
+
+    def _parts(
+        self, tokens: np.ndarray, ms: np.ndarray, n: int, among: tuple[int, ...] | None
+    ) -> tuple[list[tuple[int, list[int]]], float]:
+        """The best parts, of all plans or some, and their tokens per millisecond."""
+        if not self.split:
+            rates = tokens.sum(0) / ms[:, -1]
+            k = int(rates.argmax()) if among is None else max(among, key=lambda j: float(rates[j]))
+            return [(k, list(range(n)))], float(rates[k])
+        if among is None:  # two shapes are compared among those that do best alone, and those that suit somebody best
+            alone = tokens / ms[:, n]  # [n, K]
+            few = {self._plain, *np.argsort(-alone.sum(0))[:4].tolist(), *np.argmax(alone, 1)[:2].tolist()}
+            among = tuple(sorted(few))
+        parts = partition(tokens, ms, among)
+        return parts, _rate(parts, tokens, ms)
 
     def prune(self, assignment: Assignment, survival: np.ndarray) -> list[int]:
         """Drafts to verify per request.
@@ -290,6 +330,7 @@ class Planner:
         seconds: float | None = None,
         ended: Sequence[bool] | None = None,
         hits: Sequence[bool] | None = None,
+        cold: bool = False,
     ) -> None:
         """Learn from a round.
 
@@ -299,31 +340,35 @@ class Planner:
             seconds: that it took; None where nobody measured.
             ended: requests that ended; what they would have accepted beyond is not known.
             hits: of an overlap, whether each request has a saved draft now.
+            cold: it was compiled or captured first: its seconds are the price of a first use.
         """
-        plan, views = assignment.plan, assignment.views
+        plan, views, k = assignment.plan, assignment.views, self.index[assignment.plan]
         offered, accepted = list(assignment.offered), [max(e - 1, 0) for e in emitted]
         if ended is not None:
             offered = [min(o, a) if e else o for o, a, e in zip(offered, accepted, ended, strict=True)]
         made, saved = families(plan)
         for family, want in ((made, False), (saved, True)) if plan.overlap else ((made, None),):
-            who = [i for i, v in enumerate(views) if want is None or v.saved == want]
-            if who and any(offered[i] for i in who):
+            who = [i for i, v in enumerate(views) if offered[i] and (want is None or v.saved == want)]
+            if who:
                 features = np.array([np.nan if views[i].feature is None else views[i].feature for i in who], float)
                 picked = [offered[i] for i in who], [accepted[i] for i in who]
-                self.estimator.observe([views[i].key for i in who], family, *picked, features)
+                keys = self._judged([v.key for v in views])
+                keys = POOL * len(who) if keys == POOL else [views[i].key for i in who]
+                self.estimator.observe(keys, family, *picked, features)
         if plan.overlap and hits is not None:
-            self.values.saw(self.index[plan], sum(hits), len(hits))
-        missed = sum(not v.saved for v in views)
-        expected = self.costs.round(plan, len(views), assignment.context, missed)
+            self.values.saw(k, sum(hits), len(hits))
+        made_for = sum(not v.saved and not v.missed for v in views)
+        expected = self.costs.round(plan, len(views), assignment.context, made_for)
         if seconds is not None:
-            self.pace.observe(self.index[plan], len(views), expected, 1e3 * seconds)
+            self.pace.observe(k, len(views), expected, 1e3 * seconds, cold)
         self.probe.observe(plan, expected if seconds is None else 1e3 * seconds)
 
     def forget(self, key: Hashable) -> None:
         """A request is gone."""
         self.estimator.forget(key)
+        self._members.discard(key)
         if key in self._keys:  # nor is it held in memory, with the keys and values that it may have kept
-            self._keys = []
+            self._keys = ()
 
 
 def _rate(parts: list[tuple[int, list[int]]], tokens: np.ndarray, ms: np.ndarray) -> float:

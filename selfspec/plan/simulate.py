@@ -7,8 +7,10 @@ trace was recorded in the mode that is simulated, the rounds are the recorded on
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -73,19 +75,34 @@ class Recorder:
             rounds = self._rounds.setdefault(v.key, [])
             rounds.append((saved if v.saved else made, position, tokens))
 
-    def traces(self) -> list[Trace]:
-        """One a request. A place where no round started takes what the round before it accepted."""
+    def traces(self, same: Callable[[Any], Hashable] = lambda key: key) -> list[Trace]:
+        """One a request, or one for all requests that are the same text, as far as all their families go.
+
+        A place where no round started takes what the round before it accepted.
+
+        Args:
+            same: equal for requests of one text, which several modes decoded.
+        """
+        texts: dict[Hashable, list[Hashable]] = {}
+        for key in self._rounds:
+            texts.setdefault(same(key), []).append(key)
         out = []
-        for key, rounds in self._rounds.items():
-            total = max(position + tokens for _, position, tokens in rounds)
+        for keys in texts.values():
+            rounds = [r for key in keys for r in self._rounds[key]]
+            found = {family: {p: t for f, p, t in rounds if f == family} for family in {f for f, *_ in rounds}}
+            total = min(max(p + t for f, p, t in rounds if made_of(f) == kind) for kind in {made_of(f) for f in found})
             accepted = {}
-            for family in {f for f, *_ in rounds}:
-                runs = sorted((p, max(t - 1, 0)) for f, p, t in rounds if f == family)
-                starts = np.array([p for p, _ in runs])
+            for family, runs in found.items():
+                starts = np.array(sorted(runs))
                 at = np.maximum(np.searchsorted(starts, np.arange(total), side="right") - 1, 0)
-                accepted[family] = np.array([a for _, a in runs])[at]
-            out.append(Trace(self._prompt[key], total, accepted))
+                accepted[family] = np.array([max(runs[p] - 1, 0) for p in starts.tolist()])[at]
+            out.append(Trace(self._prompt[keys[0]], total, accepted))
         return out
+
+
+def made_of(family: Family) -> Family:
+    """The family whose rounds begin where this one's are missed: an overlap's have both."""
+    return family._replace(source="known") if family.source == "hidden" else family
 
 
 def of_stats(stats: Stats, family: Family, tokens: int, prompt: int = 0, seed: int = 0) -> Trace:
@@ -155,16 +172,20 @@ class _Running:
     admitted: float
     emitted: int = 0
     saved: bool = False
+    missed: bool = False
+    last: Plan | None = None  # that it ran
 
     @property
     def left(self) -> int:
         return self.trace.tokens - self.emitted
 
     def view(self) -> View:
-        return View(self.key, self.trace.prompt + self.emitted, self.left, self.saved)
+        return View(self.key, self.trace.prompt + self.emitted, self.left, self.saved, self.missed)
 
 
-def simulate(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int = 1, noise: float = 0.0) -> Outcome:
+def simulate(
+    policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int = 1, noise: float = 0.0, setup: float = 0.0
+) -> Outcome:
     """Run a queue of requests through a number of slots, all there from the start.
 
     Args:
@@ -173,6 +194,8 @@ def simulate(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int =
         traces: the requests, in the order of the queue.
         slots: requests at a time.
         noise: standard deviation of the logarithm of a round's time.
+        setup: milliseconds that each of the first two rounds of a plan takes longer for every number of requests up to
+            a power of two (the second captures a graph).
 
     Raises:
         ValueError: the policy left a request out or gave it two plans, or a trace lacks a family that it chose.
@@ -180,6 +203,7 @@ def simulate(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int =
     out, clock, rng = Outcome(), 0.0, np.random.default_rng(0)
     queue = deque(_Running(t, i, 0.0) for i, t in enumerate(traces) if t.tokens > 0)
     active: list[_Running] = []
+    uses: Counter[tuple[Plan, int]] = Counter()
     while queue or active:
         joining = [queue.popleft() for _ in range(min(slots - len(active), len(queue)))]
         if joining:
@@ -193,15 +217,22 @@ def simulate(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int =
         if Counter(k for a in assignments for k in a.keys) != Counter(by_key.keys()):
             raise ValueError("a policy has to give every running request one plan")
         for a in assignments:
-            ms = costs.round(a.plan, len(a.views), a.context, sum(not v.saved for v in a.views))
+            group = [by_key[v.key] for v in a.views]
+            if not a.plan.overlap or any(r.last != a.plan for r in group):  # drafts are made for all
+                a = replace(a, views=tuple(replace(v, saved=False, missed=False) for v in a.views))
+            ms = costs.round(a.plan, len(a.views), a.context, sum(not v.saved and not v.missed for v in a.views))
             ms *= float(np.exp(noise * rng.standard_normal())) if noise else 1.0
+            shape = a.plan, (len(a.views) - 1).bit_length()
+            cold, uses[shape] = setup > 0 and uses[shape] < 2, uses[shape] + 1
+            ms += setup if cold else 0.0
             clock, out.ms = clock + ms, out.ms + ms
             out.plans[a.plan] = out.plans.get(a.plan, 0.0) + ms
-            group = [by_key[v.key] for v in a.views]
+            for r, v in zip(group, a.views, strict=True):
+                r.saved, r.missed = v.saved, v.missed
             emitted = [_step(r, a.plan, room) for r, room in zip(group, a.offered, strict=True)]
             out.tokens, out.rounds = out.tokens + sum(emitted), out.rounds + len(emitted)
             out.accepted.update(emitted)
-            policy.observe(a, emitted, ms / 1e3, [not r.left for r in group], [r.saved for r in group])
+            policy.observe(a, emitted, ms / 1e3, [not r.left for r in group], [r.saved for r in group], cold)
         for r in [r for r in active if not r.left]:
             out.latency.append(clock - r.admitted)
             policy.forget(r.key)
@@ -215,17 +246,24 @@ def _step(r: _Running, plan: Plan, room: int) -> int:
     family, accepted = saved if r.saved else made, 0
     if room:
         accepted = min(r.trace.at(family, r.emitted), room)
+    r.saved = plan.overlap and _kept(r, plan, accepted)
     r.emitted += accepted + 1
-    r.saved = plan.overlap and r.left > 0 and _kept(r.trace, plan, accepted)
+    r.missed, r.last = plan.overlap and not r.saved, plan
     return accepted + 1
 
 
-def _kept(trace: Trace, plan: Plan, accepted: int) -> bool:
-    """Whether a group was kept for a run of this length: the likeliest runs of the trace have one."""
-    if plan.groups is None:
+def _kept(r: _Running, plan: Plan, accepted: int) -> bool:
+    """Whether a group was kept for a run of this length: the likeliest ones have one. A miss has verified nothing, so
+    its one group fits."""
+    if plan.groups is None or r.missed:
         return True
-    likely = np.argsort(-trace.ends(families(plan)[1], plan.block_size - 1), kind="stable")
-    return accepted in likely[: plan.groups]
+    return accepted in _likely(r.trace, plan)[: plan.groups]
+
+
+@lru_cache(4096)
+def _likely(trace: Trace, plan: Plan) -> list[int]:
+    """Accepted lengths of saved drafts, the commonest first."""
+    return np.argsort(-trace.ends(families(plan)[1], plan.block_size - 1), kind="stable").tolist()
 
 
 def _prefill(costs: Costs, prompts: list[int]) -> float:

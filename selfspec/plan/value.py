@@ -33,11 +33,12 @@ class Values:
         self.overlaps = np.array(over, int)
         self.groups = np.array([min(plans[k].groups or DEPTH + 1, DEPTH + 1) for k in over], int)
         self.every = np.array([plans[k].groups is None for k in over], bool)
+        self.joins = 0.0  # share of rounds before which a request has joined
         self.hits = np.zeros((2, len(plans)))  # hits and tries of overlaps, fading
         self._parts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def tokens(self, survival: np.ndarray, left: np.ndarray, offers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What a round emits, and how often an overlap finds a draft saved.
+        """What a round emits, and how often an overlap finds a draft saved: where it does not, it emits one token.
 
         Args:
             survival: [F, n, DEPTH] the chance that draft j and all before it are accepted.
@@ -56,7 +57,7 @@ class Values:
         if len(self.overlaps):
             chance = self.kept(survival)
             o = self.overlaps
-            tokens[o] += chance * (upto[self.saved[o][:, None], at, room[o]] - tokens[o])
+            tokens[o] = 1 + chance * (upto[self.saved[o][:, None], at, room[o]] - 1)
             hit[o] = chance.mean(1)
         return tokens.T, hit
 
@@ -74,28 +75,28 @@ class Values:
         hits, tries = self.hits[:, o, None]
         return np.where(self.every[:, None], 1.0, (10 * chance + hits) / (10 + tries))
 
-    def ms(self, n: int, context: float, hit: np.ndarray) -> np.ndarray:
-        """Expected milliseconds of a round of 0..n requests. [K, n + 1]
+    def ms(self, counts: np.ndarray, context: float, hit: np.ndarray) -> np.ndarray:
+        """Expected milliseconds of a round of so many requests, each count for itself. [C] -> [K, C]
 
-        Those of an overlap that come without a saved draft are drafted for first.
+        Where a request has joined, an overlap is drafted for as if it came after other plans.
         """
-        verify, draft = self._costs(n, context)
-        out = verify + draft
-        o, m = self.overlaps, np.arange(n + 1)
-        if len(o):
-            miss = 1 - hit[o, None]
-            late = np.take_along_axis(draft[o], np.ceil(m * miss).astype(int), 1)
-            out[o] = verify[o] + late * (1 - (1 - miss) ** m)
+        verify, draft = self._costs(int(counts.max()), context)
+        out = (verify + draft)[:, counts]
+        out[self.overlaps] -= (1 - self.joins) * draft[self.overlaps][:, counts]
         return out
 
     def _costs(self, n: int, context: float) -> tuple[np.ndarray, np.ndarray]:
-        key = n, -(-int(context) // STEP)
+        key = 1 << (n - 1).bit_length(), -(-int(context) // STEP)
         if key not in self._parts:
             if len(self._parts) > 64:  # contexts grow: those behind are not asked for again
                 self._parts.clear()
             parts = [self.costs.parts(p, n, context) for p in self.plans]
             self._parts[key] = np.stack([v for v, _ in parts]), np.stack([d for _, d in parts])
         return self._parts[key]
+
+    def joined(self, some: bool) -> None:
+        """Book whether the requests of a round are not all of the last one's."""
+        self.joins += (some - self.joins) / 32
 
     def saw(self, k: int, hits: int, tries: int) -> None:
         """Book how many requests an overlapped round left a draft."""
