@@ -270,8 +270,12 @@ class SelfSpecModel:
         if not requests:
             return iter(())
         session = self._session_for(requests, plan, slots, verify)
-        for request in requests:
-            session.check(request)
+        try:
+            for request in requests:
+                session.check(request)
+        except ValueError:
+            self._keep(session)
+            raise
         return self._decode(session, list(requests))
 
     def _decode(self, session: Session, waiting: list[Request]) -> Iterator[list[tuple[Request, list[int]]]]:
@@ -282,8 +286,12 @@ class SelfSpecModel:
                 yield session.step()
         finally:
             session.clear()
-            if session.graphs.enabled:  # what was captured and compiled for it serves the next call too
-                self._kept = session
+            self._keep(session)
+
+    def _keep(self, session: Session) -> None:
+        """What was captured and compiled for a session serves the next call too."""
+        if session.graphs.enabled:
+            self._kept = session
 
     def _session_for(self, requests: list[Request], plan: Plan | Policy, slots: int | None, verify: str) -> Session:
         """A session with room for these requests: the last call's, or a new one."""
@@ -292,8 +300,9 @@ class SelfSpecModel:
         kept, self._kept = self._kept, None  # nobody else gets it meanwhile
         wanted = min(slots or len(requests), len(requests))
         if kept is not None and kept.suits(policy, capacity, verify) and len(kept.requests) >= wanted:
+            self._keep(kept)  # in case that it refuses
             kept.use(policy)
-            kept.limit = wanted
+            kept.limit, self._kept = wanted, None
             return kept
         del kept
         if self.backbone.device.type == "cuda":
