@@ -1,0 +1,154 @@
+"""What each part is worth: trees, groups, calibrator, loops, lengths, at 1, 8 and 64 requests at a time.
+
+python benchmarks/ablation.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --device cuda --seconds 150 \
+    --json benchmarks/ablation_h200.json --markdown ablation.md
+
+Runs as `benchmarks/concurrency.py` does. A row's figures are its speed-ups over plain decoding; it wins where it is the
+fastest of its kind, and one that is nowhere faster than its kind's plainest by 1 % says that it never wins. What the
+adapters were not trained for is left out and named.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+from concurrency import queue_of
+
+from selfspec import SelfSpecModel, options
+from selfspec.arena import Arena, Run, contest, data_of, plan_of, verdict
+
+# kind -> names; the first of each is what the others have to beat
+KINDS = {
+    "trees": ("sequential", "tree/nodes=16", "tree/nodes=64", "tree/nodes=256"),
+    "groups": ("sequential/b=8", "overlap/b=8/groups=1", "overlap/b=8/groups=2", "overlap/b=8/groups=4", "overlap/b=8"),
+    "overlapped trees": ("tree/nodes=16", "overlap+tree/nodes=16/groups=2", "overlap+tree/nodes=16/groups=4"),
+    "loop": ("sequential", "loop", "loop/passes=3", "loop+tree/nodes=16"),
+    "lengths": (
+        "sequential",
+        "sequential/b=2",
+        "sequential/b=4",
+        "sequential/b=8",
+        "sequential/verify=4",
+        "sequential/verify=8",
+        "sequential/verify=12",
+    ),
+    "lookup": ("ar", "lookup"),
+}
+PLAINLY = " without calibrator"
+
+
+def possible(model: SelfSpecModel, adapter: int) -> tuple[dict[str, list[str]], list[str]]:
+    """What an adapter can run, by kind, and what it can not."""
+    found: dict[str, list[str]] = {}
+    refused = []
+    for kind, names in KINDS.items():
+        for name in names:
+            full = f"{name}@{adapter}" if adapter and name not in ("ar", "lookup") else name
+            try:
+                plan_of(model, full)
+                found.setdefault(kind, []).append(full)
+            except ValueError:
+                refused.append(full)
+    return {k: v for k, v in found.items() if len(v) > 1}, list(dict.fromkeys(refused))
+
+
+def table(kinds: dict[str, list[str]], over_ar: dict[int, dict[str, float]]) -> list[str]:
+    """Markdown: a row a setting, a column a number of requests."""
+    sizes = sorted(over_ar)
+    lines = [
+        "| kind | setting | " + " | ".join(f"x ar at {n}" for n in sizes) + " | |",
+        "|---|---|" + "---|" * (len(sizes) + 1),
+    ]
+    for kind, names in kinds.items():
+        for name in names:
+            mine = [over_ar[n].get(name) for n in sizes]
+            base = [over_ar[n].get(names[0]) for n in sizes]
+            best = [max((over_ar[n][m] for m in names if m in over_ar[n]), default=None) for n in sizes]
+            wins = [str(n) for n, x, b in zip(sizes, mine, best, strict=True) if x is not None and x == b]
+            never = name != names[0] and not any(
+                x is not None and y is not None and x > 1.01 * y for x, y in zip(mine, base, strict=True)
+            )
+            said = "never wins" if never else f"best at {', '.join(wins)}" if wins else ""
+            shown = ["" if x is None else f"{x:.2f}" for x in mine]
+            lines.append(f"| {kind} | {name} | {' | '.join(shown)} | {said} |")
+    return lines
+
+
+def main() -> None:
+    """Measures, prints Markdown, writes JSON after every number of requests."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--adapter", default="auto", help="one, or several with commas between them")
+    parser.add_argument("--prompts", nargs="*", help="by default the built-in suite")
+    parser.add_argument("--longest", type=int, default=128, help="tokens; longer prompts are left out")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--slots", default="1,8,64")
+    parser.add_argument("--cap", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128, help="of a run, for each slot")
+    parser.add_argument("--least", type=int, default=512, help="tokens of a run")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later")
+    parser.add_argument("--json")
+    parser.add_argument("--markdown")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    given = args.adapter.split(",")
+    model = SelfSpecModel.from_pretrained(
+        args.model, given if len(given) > 1 else given[0], dtype=getattr(torch, args.dtype), device=args.device
+    )
+    kinds: dict[str, list[str]] = {}
+    refused: list[str] = []
+    for i in range(len(model.bodies)):
+        found, not_able = possible(model, i)
+        kinds |= {f"{k}{f', adapter {i}' if i else ''}": v for k, v in found.items() if k in args.kinds.split(",")}
+        refused += not_able
+    names = list(dict.fromkeys(["ar", *(n for v in kinds.values() for n in v)]))
+    overlaps = [n for n in names if "overlap" in n]
+    calibrated = any(getattr(b.path, "calibrate", lambda _: None)(b) is not None for b in model.bodies if b.path)
+    sizes, prompts = [int(s) for s in args.slots.split(",")], queue_of(model, args.prompts, args.longest)
+    arena = Arena(model, names, prompts, max(sizes), args.cap)
+    bare = Arena(model, ["ar", *overlaps], prompts, max(sizes), args.cap, calibrated=False) if calibrated else None
+    if calibrated:
+        for kind in [k for k in kinds if "group" in k]:
+            kinds[f"{kind},{PLAINLY}"] = [kinds[kind][0], *(n + PLAINLY for n in kinds[kind] if n in overlaps)]
+    data: dict[str, Any] = {"settings": vars(args), **options.setting(model), "refused": refused, "points": []}
+    over_ar: dict[int, dict[str, float]] = {}
+
+    def late() -> bool:
+        return time.perf_counter() - began > args.seconds
+
+    for slots in sizes:
+        tokens, runs = max(args.least, args.tokens * slots), list[Run]()
+        for where, who, suffix in ((arena, names, ""), (bare, ["ar", *overlaps], PLAINLY)):
+            if where is None or late():
+                continue
+            some = list(contest(where, who, slots, tokens, args.repeats, args.warm, late))
+            if some:
+                ratios = verdict(some, lambda r: r.decode_rate)["over_ar"]
+                over_ar.setdefault(slots, {}).update(
+                    {n + suffix: x for n, x in ratios.items() if not suffix or n != "ar"}
+                )
+                runs += some
+        if not runs:
+            break
+        data["points"].append({"slots": slots, "over_ar": over_ar[slots], "runs": [data_of(r) for r in runs]})
+        print(f"{slots} at a time: {time.perf_counter() - began:.0f} s", flush=True)
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump(data, file)
+        lines = table(kinds, over_ar)
+        if args.markdown:
+            with open(args.markdown, "w") as file:
+                file.write("\n".join(lines) + "\n")
+    print("\n".join(table(kinds, over_ar)))
+    if refused:
+        print(f"not trained for: {', '.join(refused)}")
+
+
+if __name__ == "__main__":
+    main()

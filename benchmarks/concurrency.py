@@ -1,0 +1,127 @@
+"""Every mode and the planner at 1, 2, 4, ... requests at a time: is auto the best of them everywhere?
+
+python benchmarks/concurrency.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --device cuda --seconds 150 \
+    --json benchmarks/concurrency_h200.json
+
+Slots are kept full from a queue of all files' prompts in turn. Entrants take turns on the same texts; the best fixed
+one is chosen on the even repeats and compared on the odd ones. The report also holds what `benchmarks/foretell.py`
+needs: the latency table, acceptance, and what rounds took, recorded off the clock. Written after every point; points
+are measured in an order that leaves a coarse picture if time is up early.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+from selfspec import SelfSpecModel, options, prompts
+from selfspec.arena import AUTO, Arena, Run, contest, data_of, plan_of, verdict
+from selfspec.plan.record import Record
+from selfspec.planners import table_of
+
+MODES = ("sequential/b=4", "sequential/b=8", "sequential", "tree/nodes=16", "tree/nodes=32", "tree/nodes=64")
+MORE = ("overlap/b=4", "overlap/b=8/groups=4", "loop")  # where the adapter was trained for them
+
+
+def entrants(model: SelfSpecModel, asked: str | None) -> list[str]:
+    """Names of what runs: as asked, or all of the usual that the adapters can do. Plain decoding comes first."""
+    if asked:
+        return ["ar", *(n for n in asked.split(",") if n != "ar")]
+    found = ["ar"]
+    for i, name in itertools.product(range(len(model.bodies)), (*MODES, *MORE)):
+        try:
+            plan_of(model, f"{name}@{i}")
+        except ValueError:
+            continue
+        found.append(f"{name}@{i}" if i else name)
+    return [*found, AUTO]
+
+
+def queue_of(model: SelfSpecModel, files: list[str] | None, longest: int) -> list[list[int]]:
+    """All files' prompts in turn, but for long ones."""
+    sets = prompts.read_sets(files, None).values()
+    ids = [[prompts.encode(model.tokenizer, p.messages) for p in rows] for rows in sets]
+    mixed = [p for row in itertools.zip_longest(*ids) for p in row if p is not None and len(p) <= longest]
+    if not mixed:
+        raise SystemExit(f"no prompt has {longest} tokens or fewer")
+    return mixed
+
+
+def recorded(model: SelfSpecModel, arena: Arena) -> dict[str, Any]:
+    """What the simulator needs."""
+    table = table_of(model.bodies)
+    entries = tuple(b.path.entry for b in model.bodies if b.path is not None) or (0,)
+    context = statistics.mean(map(len, arena.prompts)) + arena.cap / 2
+    rounds = [(p, n, context, 1e3 * statistics.median(s)) for (p, n), s in arena.spent.items() if len(s) > 2]
+    traces = arena.recorder.traces(lambda r: tuple(r.prompt))
+    return Record(table, entries, traces, rounds).data()
+
+
+def line(name: str, runs: list[Run], ratio: float | None) -> str:
+    """An entrant's figures for a person."""
+    if not runs:
+        return f"{name:24} no time"
+    cold, plans = sum(r.cold for r in runs), sum((r.plans for r in runs), Counter[str]())
+    text = f"{name:24} {statistics.median(r.rate for r in runs):9.1f} {statistics.median(r.each for r in runs):8.1f} "
+    text += f"{'' if ratio is None else format(ratio, '.3f'):>6}" + (f"  {cold} cold rounds" if cold else "")
+    return text + (f"  {dict(plans.most_common(3))}" if len(plans) > 1 else "")
+
+
+def main() -> None:
+    """Measures, prints a table, writes JSON after every point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--adapter", default="auto", help="one, or several with commas between them")
+    parser.add_argument("--prompts", nargs="*", help="by default the built-in suite")
+    parser.add_argument("--longest", type=int, default=128, help="tokens; longer prompts are left out")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--entrants", help="names as in selfspec.arena.plan_of, and auto")
+    parser.add_argument("--slots", default="1,32,8,128,2,4,16,64", help="in this order")
+    parser.add_argument("--cap", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=128, help="of a run, for each slot")
+    parser.add_argument("--least", type=int, default=512, help="tokens of a run")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    names = args.adapter.split(",")
+    model = SelfSpecModel.from_pretrained(
+        args.model, names if len(names) > 1 else names[0], dtype=getattr(torch, args.dtype), device=args.device
+    )
+    who, sizes = entrants(model, args.entrants), [int(s) for s in args.slots.split(",")]
+    arena = Arena(model, who, queue_of(model, args.prompts, args.longest), max(sizes), args.cap)
+    data: dict[str, Any] = {"settings": vars(args), "names": who, **options.setting(model), "points": []}
+    print(f"ready after {time.perf_counter() - began:.1f} s; tokens/s in all (each), ratio to ar", flush=True)
+
+    def late() -> bool:
+        return time.perf_counter() - began > args.seconds
+
+    for slots in sizes:
+        tokens = max(args.least, args.tokens * slots)
+        runs = [] if late() else list(contest(arena, who, slots, tokens, args.repeats, args.warm, late))
+        if not runs:
+            break
+        found = verdict(runs)
+        data["points"].append({"slots": slots, **found, "runs": [data_of(r) for r in runs]})
+        data["record"] = recorded(model, arena)
+        print(f"\n{slots} at a time, {tokens} tokens a run, {len(runs)} runs, {time.perf_counter() - began:.0f} s")
+        for name in who:
+            print(line(name, [r for r in runs if r.name == name], found["over_ar"].get(name)))
+        if AUTO in who:
+            of_best, of_ar = found["auto_over_best"], found["auto_over_ar"]
+            print(f"auto: {of_best:.3f} of {found['best']}, {of_ar:.3f} of ar", flush=True)
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump(data, file)
+
+
+if __name__ == "__main__":
+    main()

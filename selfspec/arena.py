@@ -1,0 +1,284 @@
+"""Plans and planners in turn on the same prompts, in one session whose graphs stay: what concurrency and ablation
+benchmarks measure with.
+
+A run keeps a number of slots full from a queue and lasts for a number of tokens, so that all entrants decode the same
+texts; its clock starts once every slot has its first token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from selfspec.explain import Watched
+from selfspec.model import SelfSpecModel
+from selfspec.plan import Plan
+from selfspec.plan.latency import sync
+from selfspec.plan.planner import Fixed, Policy
+from selfspec.plan.simulate import Recorder
+from selfspec.planners import planner_for
+from selfspec.session import Request, Session
+from selfspec.settings import eos_ids
+
+AUTO = "auto"
+FIELDS = {"b": "block_size", "nodes": "tree_nodes", "groups": "groups", "verify": "verify_length", "passes": "passes"}
+
+
+def plan_of(model: SelfSpecModel, name: str) -> Plan:
+    """The plan that a name such as "tree/nodes=32", "overlap/b=8/groups=2" or "sequential/b=8@1" stands for.
+
+    Args:
+        model: gives the block size where none is named, and refuses what its adapters were not trained for.
+        name: a mode, then settings (`b`, `nodes`, `groups`, `verify`, `passes`), then @ and the adapter's index.
+
+    Raises:
+        ValueError: it names no plan, or one that cannot run.
+    """
+    text, _, adapter = name.partition("@")
+    mode, *settings = text.split("/")
+    plan = model.plan(mode, adapter=int(adapter or 0))
+    given = {}
+    for key, _, value in (s.partition("=") for s in settings):
+        if key not in FIELDS or not value.isdigit():
+            raise ValueError(f"{name!r}: expected settings of the form {', '.join(FIELDS)}=NUMBER, got {key}={value}")
+        given[FIELDS[key]] = int(value)
+    plan = replace(plan, **given)
+    plan.require(getattr(model.bodies[plan.adapter].path, "config", None))
+    return plan
+
+
+class Menu(Fixed):
+    """Stands for several plans while a session makes room for them."""
+
+    def __init__(self, plans: Sequence[Plan]):
+        super().__init__(plans[0])
+        self.plans = list(plans)
+
+
+@dataclass
+class Run:
+    """What one entrant did in one turn.
+
+    Attributes:
+        name: of the entrant.
+        slots: requests at a time.
+        tokens: emitted within the clock.
+        seconds: that it ran.
+        prefill: seconds of it that went into prompts.
+        rounds: forwards that verified.
+        each: tokens a second that a request sees, the median.
+        cold: rounds that were compiled or captured.
+        plans: rounds per plan.
+    """
+
+    name: str
+    slots: int
+    tokens: int = 0
+    seconds: float = 0.0
+    prefill: float = 0.0
+    rounds: int = 0
+    each: float = 0.0
+    cold: int = 0
+    plans: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, prompts included in the time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens a second of decoding alone."""
+        return self.tokens / max(self.seconds - self.prefill, 1e-9)
+
+
+class Arena:
+    """Holds the session, the queue and what was recorded.
+
+    Args:
+        model: with its adapters.
+        names: of entrants, see `plan_of`; "auto" is a planner over everything that can run.
+        prompts: token ids; every run begins at a place of its own.
+        slots: the most requests at a time.
+        cap: new tokens of a request.
+        calibrated: False leaves out the adapters' calibrators.
+
+    Attributes:
+        recorder: acceptance of the warm rounds.
+        spent: plan and requests -> seconds of rounds.
+    """
+
+    def __init__(
+        self,
+        model: SelfSpecModel,
+        names: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        slots: int,
+        cap: int,
+        calibrated: bool = True,
+    ):
+        self.model, self.prompts, self.cap = model, [list(p) for p in prompts], cap
+        self.eos, self.calibrated = frozenset(eos_ids(model.model.generation_config)), calibrated
+        self.policies: dict[str, Policy] = {
+            name: planner_for(model.bodies) if name == AUTO else Fixed(plan_of(model, name)) for name in names
+        }
+        plans = list(dict.fromkeys(p for policy in self.policies.values() for p in policy.plans))
+        longest = max(map(len, self.prompts))
+        self.session = Session(model.bodies, Menu(plans), slots, longest + cap)
+        self.recorder = Recorder()
+        self.spent: dict[tuple[Plan, int], list[float]] = defaultdict(list)
+
+    def run(self, name: str, slots: int, tokens: int, start: int = 0, record: bool = False) -> Run:
+        """One turn.
+
+        Args:
+            name: of the entrant.
+            slots: requests at a time.
+            tokens: after so many it ends.
+            start: of the queue.
+            record: note acceptance and the time of rounds.
+        """
+        watched, session = Watched(self.policies[name]), self.session
+        out, queue = Run(name, slots), itertools.cycle(self.prompts[start:] + self.prompts[:start])
+        device, seen, begun = self.model.backbone.device, dict[Request, list[tuple[float, int]]](), 0.0
+        with _calibration(self.model, self.calibrated):
+            session.use(watched)
+            session.limit = slots
+            try:
+                while out.tokens < tokens:
+                    if session.free:
+                        session.add([Request(next(queue), self.cap, self.eos) for _ in range(session.free)])
+                    emitted = session.step()
+                    now = time.perf_counter()
+                    for r, new in emitted:
+                        seen.setdefault(r, []).append((now, len(new)))
+                    if begun:
+                        out.tokens += sum(len(new) for _, new in emitted)
+                    elif not session.joining:
+                        sync(device)
+                        begun = time.perf_counter()
+                        watched.seen.clear()
+                        before = sum(r.stats.seconds["prefill"] for r in seen)
+                    if record:
+                        self._note(watched)
+                    self._count(out, watched)
+                sync(device)
+                out.seconds = time.perf_counter() - begun
+                out.prefill = sum(r.stats.seconds["prefill"] for r in seen) - before
+            finally:
+                session.clear()
+        speeds = [sum(n for _, n in s[1:]) / (s[-1][0] - s[0][0]) for s in seen.values() if len(s) > 1]
+        out.each = statistics.median(speeds) if speeds else 0.0
+        return out
+
+    def _note(self, watched: Watched) -> None:
+        for assignment, emitted, seconds in watched.seen:
+            before = [len(v.key.output) - e - 1 for v, e in zip(assignment.views, emitted, strict=True)]
+            views = [
+                replace(v, context=len(v.key.prompt) + b)  # a view is older than the round by what was on its way
+                for v, b in zip(assignment.views, before, strict=True)
+            ]
+            good = [i for i, b in enumerate(before) if b >= 0 and not views[i].missed]
+            if good:
+                told = replace(assignment, views=tuple(views[i] for i in good))
+                self.recorder.note(told, [before[i] for i in good], [emitted[i] for i in good])
+            fresh = assignment.plan.overlap and not any(v.saved or v.missed for v in views)
+            if seconds is not None and not fresh:
+                self.spent[assignment.plan, len(views)].append(seconds)
+
+    @staticmethod
+    def _count(out: Run, watched: Watched) -> None:
+        for assignment, _, seconds in watched.seen:
+            out.rounds += 1
+            out.cold += seconds is None
+            out.plans[str(assignment.plan)] += 1
+        watched.seen.clear()
+
+
+def contest(
+    arena: Arena,
+    names: Sequence[str],
+    slots: int,
+    tokens: int,
+    repeats: int,
+    warm: int,
+    late: Callable[[], bool] = lambda: False,
+) -> Iterator[Run]:
+    """All entrants in turn, each repeat on prompts of its own, after runs off the clock that capture and record.
+
+    Args:
+        arena: where they run.
+        names: entrants.
+        slots: requests at a time.
+        tokens: of a run.
+        repeats: runs of each entrant.
+        warm: runs of each before.
+        late: whether time is up: no further repeat begins.
+
+    Yields:
+        The runs that count, repeat by repeat.
+    """
+    for turn in range(warm):
+        for name in names:
+            if late():
+                return
+            arena.run(name, slots, tokens, record=turn == warm - 1 and name != AUTO)
+    for repeat in range(repeats):
+        if late():
+            return
+        start, at = (repeat * slots * 3) % len(arena.prompts), repeat % len(names)
+        for name in [*names[at:], *names[:at]]:
+            yield arena.run(name, slots, tokens, start)
+
+
+def verdict(runs: Sequence[Run], key: Callable[[Run], float] = lambda r: r.rate) -> dict[str, Any]:
+    """Medians of every entrant, the best fixed one by the even repeats, and ratios on the odd ones.
+
+    Args:
+        runs: of one number of slots; "ar" among them.
+        key: what is compared.
+    """
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        by_name[run.name].append(key(run))
+    most = max(map(len, by_name.values()))
+    whole = {n: v for n, v in by_name.items() if len(v) == most}
+    chosen = {n: statistics.median(v[::2]) for n, v in whole.items() if n != AUTO}
+    best = max(chosen, key=lambda n: chosen[n])
+    half = {n: v[1::2] or v for n, v in whole.items()}
+
+    def ratio(a: str, b: str) -> float | None:
+        return statistics.median(x / y for x, y in zip(half[a], half[b], strict=True)) if a in half else None
+
+    return {
+        "rates": {n: statistics.median(v) for n, v in whole.items()},
+        "over_ar": {n: ratio(n, "ar") for n in whole},
+        "best": best,
+        "auto_over_best": ratio(AUTO, best),
+        "auto_over_ar": ratio(AUTO, "ar"),
+    }
+
+
+def data_of(run: Run) -> dict[str, Any]:
+    """In plain JSON types."""
+    return {**asdict(run), "plans": dict(run.plans), "rate": run.rate, "decode_rate": run.decode_rate}
+
+
+@contextmanager
+def _calibration(model: SelfSpecModel, wanted: bool) -> Iterator[None]:
+    """Nobody finds the calibrators of a model where they are not wanted. Graphs captured inside belong to sessions used
+    inside."""
+    paths = [b.path for b in model.bodies if b.path is not None and not wanted]
+    for path in paths:
+        path.__dict__["calibrate"] = None
+    try:
+        yield
+    finally:
+        for path in paths:
+            path.__dict__.pop("calibrate", None)

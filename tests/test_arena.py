@@ -1,0 +1,120 @@
+"""Contests between plans, what they record, and what is foretold from it."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+
+from selfspec import SelfSpecModel
+from selfspec.arena import AUTO, Arena, Run, contest, plan_of, verdict
+from selfspec.plan import Plan
+from selfspec.plan.estimate import Family
+from selfspec.plan.latency import Latency
+from selfspec.plan.planner import Assignment, Fixed
+from selfspec.plan.record import PLAIN, Priced, Record, foretold, speed_up
+from selfspec.plan.simulate import Trace
+from selfspec.plan.table import LatencyTable
+from selfspec.session import Request, Session
+
+NAMES = ("ar", "sequential/b=4", "tree/nodes=6", "overlap/b=2", AUTO)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
+    hf = tiny.model_of()
+    return SelfSpecModel(hf, [tiny.path_of(hf, 0.2), tiny.path_of(hf, 0.2, entry=2)])
+
+
+def table(plain=1.0, row=0.1):
+    points = [("clean", n, r, plain + row * n * r) for n in (1, 4) for r in (1, 4, 16)]
+    points += [("draft", n, 4, 0.5) for n in (1, 4)]
+    return LatencyTable(tuple(Latency(k, n, r, 0, 512, False, ms, ms, ms) for k, n, r, ms in points), 4)
+
+
+def test_names_are_plans(model):
+    assert plan_of(model, "tree/nodes=32/b=4") == Plan("tree", 4, 32)
+    assert plan_of(model, "overlap/b=2/groups=1@1") == Plan("overlap", 2, groups=1, adapter=1)
+    assert plan_of(model, "ar").nodes == 1
+    for name in ("tree/nodes", "tree/leaves=3", "sequential/b=x", "sequential@7", "sequential/b=64", "loop"):
+        with pytest.raises(ValueError):
+            plan_of(model, name)
+
+
+def test_entrants_decode_the_same_texts_and_leave_a_record(model):
+    arena = Arena(model, NAMES, tiny.RAGGED, 2, 12)
+    runs = list(contest(arena, NAMES, 2, 30, 2, 1))
+    assert [r.name for r in runs] == [*NAMES, *NAMES[1:], NAMES[0]]
+    for run in runs:
+        assert run.tokens >= 30 and run.seconds > run.prefill > 0 and run.each > 0 and run.rounds and not run.cold
+    assert not arena.session.active
+    traces = arena.recorder.traces(lambda r: tuple(r.prompt))
+    assert 0 < len(traces) <= 3  # one a text, not one a run
+    assert all({f.source for f in t.accepted} >= {"known", "hidden"} for t in traces)
+    rounds = [(p, n, 20.0, 1.0) for p, n in arena.spent]
+    assert {p for p, *_ in rounds} == {f.plans[0] for n, f in arena.policies.items() if n != AUTO}
+    record = Record(table(), (0, 2), traces, rounds)
+    again = Record.of(json.loads(json.dumps(record.data())))
+    assert again.rounds == record.rounds and again.table.points == record.table.points
+    for a, b in zip(again.traces, traces, strict=True):
+        assert (a.prompt, a.tokens) == (b.prompt, b.tokens)
+        assert {f: r.tolist() for f, r in a.accepted.items()} == {f: r.tolist() for f, r in b.accepted.items()}
+    assert foretold(Fixed(Plan("sequential", 4)), Priced(again.table, (0, 2), rounds), again.traces, 2).tokens > 0
+
+
+def test_without_calibrator_nobody_finds_one(model):
+    arena = Arena(model, ["ar", "overlap/b=2"], tiny.RAGGED, 1, 8, calibrated=False)
+    found = []
+    session = arena.session
+    step = session.step
+    session.step = lambda: (found.append(model.bodies[0].path.calibrate), step())[1]
+    arena.run("overlap/b=2", 1, 8)
+    assert found and set(found) == {None} and model.bodies[0].path.calibrate is not None
+
+
+def test_the_best_is_chosen_on_one_half_and_compared_on_the_other():
+    def run(name, tokens):
+        return Run(name, 1, tokens, 1.0)
+
+    even, odd = {"ar": 10, "a": 30, "b": 20, AUTO: 29}, {"ar": 10, "a": 20, "b": 40, AUTO: 22}
+    runs = [run(n, t) for half in (even, odd, even, odd) for n, t in half.items()]
+    found = verdict(runs)
+    assert found["best"] == "a" and found["auto_over_best"] == pytest.approx(1.1)
+    assert found["auto_over_ar"] == pytest.approx(2.2) and found["over_ar"]["b"] == pytest.approx(4.0)
+    assert verdict([*runs, run("ar", 1)])["rates"] == {"ar": 10}  # one that has had more turns is not compared
+
+
+def test_rounds_cost_what_they_took_beside_their_forwards():
+    chain, tree = Plan("sequential", 4), Plan("tree", 4, 3)
+    plain = Priced(table(), (0,), [])
+    assert plain.round(chain, 1, 512) == pytest.approx(1.4 + 0.5) and plain.extra(chain, 1) == 0
+    costs = Priced(table(), (0,), [(chain, 1, 512, 1.9 + 0.2), (chain, 4, 512, 2.6 + 0.5 + 0.8), (PLAIN, 1, 512, 1.1)])
+    assert costs.extra(chain, 1) == pytest.approx(0.2) and costs.extra(chain, 2) == pytest.approx(0.4)
+    assert costs.extra(tree, 1) == pytest.approx(0.2)  # as other plans that draft
+    assert costs.extra(PLAIN, 4) == pytest.approx(0.0)
+
+
+def test_a_foretold_speed_up_by_hand():
+    chain = Plan("sequential", 4)
+    trace = Trace(5, 40, {Family("known"): np.full(40, 3)})
+    record = Record(table(), (0,), [trace], [(chain, 1, 512, 2 * 1.9), (PLAIN, 1, 512, 1.1)])
+    assert speed_up(record, chain, 1) == pytest.approx(4 / 1.9 * 1.1)
+    assert speed_up(record, chain, 1, (1,)) == pytest.approx(4 / 3.8 * 1.1)
+    with pytest.raises(ValueError, match="record it"):
+        foretold(Fixed(replace(chain, mode="tree")), Priced(record.table, (0,), []), record.traces, 1)
+
+
+def test_a_session_says_that_it_runs_one_shape_at_a_time(model):
+    """A planner that splits a batch failed with "too many values to unpack"."""
+
+    class Split(Fixed):
+        def round(self, active):
+            return [Assignment((v,), self.plans[0]) for v in active]
+
+    session = Session(model.bodies, Split(PLAIN), 2, 40)
+    session.add([Request(p, 8) for p in tiny.RAGGED[:2]])
+    with pytest.raises(ValueError, match="split=False"):
+        for _ in range(6):
+            session.step()
