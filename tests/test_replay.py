@@ -73,7 +73,7 @@ class Dice:
         self.used.add(plan)
         return [Assignment(tuple(active), plan)]
 
-    def observe(self, assignment, emitted, seconds=None, ended=None, hits=None):
+    def observe(self, assignment, emitted, seconds=None, ended=None, hits=None, cold=False):
         assert len(assignment.views) == len(emitted) == len(ended) == len(hits)
 
     def forget(self, key):
