@@ -43,7 +43,7 @@ def plan_of(model: SelfSpecModel, name: str) -> Plan:
     text, _, adapter = name.partition("@")
     mode, *settings = text.split("/")
     plan = model.plan(mode, adapter=int(adapter or 0))
-    given = {}
+    given: dict[str, Any] = {}
     for key, _, value in (s.partition("=") for s in settings):
         if key not in FIELDS or not value.isdigit():
             raise ValueError(f"{name!r}: expected settings of the form {', '.join(FIELDS)}=NUMBER, got {key}={value}")
@@ -179,10 +179,11 @@ class Arena:
 
     def _note(self, watched: Watched) -> None:
         for assignment, emitted, seconds in watched.seen:
-            before = [len(v.key.output) - e - 1 for v, e in zip(assignment.views, emitted, strict=True)]
+            requests: list[Any] = [v.key for v in assignment.views]
+            before = [len(r.output) - e - 1 for r, e in zip(requests, emitted, strict=True)]
             views = [
-                replace(v, context=len(v.key.prompt) + b)  # a view is older than the round by what was on its way
-                for v, b in zip(assignment.views, before, strict=True)
+                replace(v, context=len(r.prompt) + b)  # a view is older than the round by what was on its way
+                for v, r, b in zip(assignment.views, requests, before, strict=True)
             ]
             good = [i for i, b in enumerate(before) if b >= 0 and not views[i].missed]
             if good:

@@ -226,8 +226,9 @@ class Planner:
         if keys == self._keys and settled and not self.probe.running:
             return self._assigned(active, self._last)
         context, m = sum(v.context for v in active) / n, len(keys)
-        features = np.array([np.nan if v.feature is None else v.feature for v in active])
-        features = features if m == n else np.nanmean(features, keepdims=True) if (features == features).any() else None
+        seen = np.array([np.nan if v.feature is None else v.feature for v in active])
+        known = m == n or not np.isnan(seen).all()
+        features = (seen if m == n else np.nanmean(seen, keepdims=True)) if known else None
         offers = np.array([DEPTH if v.lookup is None else v.lookup for v in active]).reshape(m, -1).mean(1).astype(int)
         survival = self.estimator.all(keys, features).cumprod(2)
         tokens, hit = self.values.tokens(survival, np.full(m, UNBOUNDED), offers)
