@@ -283,7 +283,10 @@ class SelfSpecModel:
             while waiting or session.active:
                 batch, waiting = waiting[: session.free], waiting[session.free :]
                 session.add(batch)
-                yield session.step()
+                emitted = session.step()
+                for failure in (r.failure for r, _ in emitted if r.failure is not None):
+                    raise failure
+                yield emitted
         finally:
             session.clear()
             self._keep(session)

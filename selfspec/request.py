@@ -14,6 +14,8 @@ from selfspec.recipe import Recipe, cuts_of, recipe_of
 from selfspec.sampling import Sampling
 from selfspec.stats import Stats
 
+NOTHING = -2  # in place of a token that could not be chosen; no token, and no padding of a tree either
+
 
 @dataclass(eq=False)
 class Request:
@@ -24,7 +26,8 @@ class Request:
         max_new_tokens: cap on emitted tokens, at least 1.
         eos: token ids that end the answer (kept in it, as transformers does).
         output: emitted tokens so far.
-        finish_reason: "stop", "length" or "cancelled" once it has ended.
+        finish_reason: "stop", "length", "cancelled" or "error" once it has ended.
+        failure: what its own processors or criteria raised; it ends with that, and its neighbours go on.
         stats: rounds and acceptance.
         sampling: how tokens are chosen; None is greedy on the bare logits.
         criteria: transformers' stopping criteria, asked after every emitted token.
@@ -42,6 +45,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     output: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    failure: Exception | None = None
     stats: Stats = field(default_factory=Stats)
     sampling: Sampling | None = None
     criteria: StoppingCriteriaList | None = None
@@ -126,23 +130,37 @@ class Request:
         ended = token in self.eos
         if self.criteria:
             keep = self.sampling is not None and self.sampling.keep_scores
-            ended |= bool(self.criteria(self.text(), tuple(self.scores) if keep else None).any())
+            try:
+                ended |= bool(self.criteria(self.text(), tuple(self.scores) if keep else None).any())
+            except Exception as error:
+                self._fail(error)
+                return
         if ended:
             self.finish_reason = "stop"
         elif len(self.output) >= self.max_new_tokens:
             self.finish_reason = "length"
 
     def next_token(self, logits: Tensor) -> int:
-        """Choose the token after the text so far, take it, and return it. logits: [1, V]"""
+        """Choose the token after the text so far, take it, and return it; `NOTHING` if that fails. logits: [1, V]"""
         assert self.sampling is not None
-        self.see(self.sampling.pipeline(self.text(), logits), logits)
+        try:
+            scores = self.sampling.pipeline(self.text(), logits)
+            token = self.sampling.choose(scores, len(self.prompt) + len(self.output))
+        except Exception as error:
+            self._fail(error)
+            return NOTHING
+        self.see(scores, logits)
         self._keep(0)
-        assert self._seen is not None
-        token = self.sampling.choose(self._seen[0], len(self.prompt) + len(self.output))
         self._seen = None
         self.push(token)
         self._fresh.append(token)
         return token
+
+    def _fail(self, error: Exception) -> None:
+        """End with what code of the caller's raised. Lack of memory is everybody's, and goes on upwards."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        self.failure, self.finish_reason = error, "error"
 
     def text(self) -> Tensor:
         """Prompt and answer so far, [1, t] long; what was handed out is never changed by later tokens."""

@@ -206,7 +206,8 @@ class Session:
         """One round for the requests that decode, and one forward for the prompts of those that join.
 
         Returns:
-            What each request emitted. Those that ended have left their slots.
+            What each request emitted. Those that ended have left their slots, also one whose own processor or
+            criterion raised: it holds the exception as `failure`, and the others go on.
         """
         if len(self.active) > len(self.joining) or self._flights:
             self._round()
@@ -317,6 +318,8 @@ class Session:
             if flight.assignment is None:
                 continue
             self.cache.commit([count], r.slot)
+            if r.failure is not None and not kept:  # it emitted nothing: no round of its own
+                continue
             r.stats.count(len(kept))
             r.stats.saved += ready
             emitted[id(r)], saved[id(r)] = len(kept), bool(ready)
@@ -366,7 +369,7 @@ class Session:
         """Free a request's slot."""
         slot, request.slot = request.slot, None
         assert slot is not None
-        if request.keep_past and request.finish_reason is not None:
+        if request.keep_past and request.finish_reason is not None and request.failure is None:
             request.past = PastText.of(self.cache, slot, request.prompt + request.output, self.backbone.embeddings)
         self.requests[slot] = None
         self.slots.left[slot] = 0

@@ -250,7 +250,7 @@ class Engine:
         assert ticket.lane is not None
         ticket.lane.leave(ticket.request)
         if ticket.request.finish_reason is not None:
-            self._late.append(self._ended(ticket, ticket.request.finish_reason))
+            self._late.append(self._finished(ticket))
             return
         self._requeue(ticket)
         self.metrics.preemptions += 1
@@ -318,7 +318,7 @@ class Engine:
             lane.step()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a request's own processor, most likely; the others go on
+        except Exception as error:  # not a request's own processor, which ends it alone; one of them is the cause
             lane.close()
             del self.lanes[lane.capacity]
             unfinished = [t for t in tickets if t.request.finish_reason is None]
@@ -333,9 +333,15 @@ class Engine:
     def _news(self, ticket: Ticket) -> Event | None:
         """What a round did for a request."""
         if ticket.request.finish_reason is not None:
-            return self._ended(ticket, ticket.request.finish_reason)
+            return self._finished(ticket)
         tokens = self._fresh(ticket)
         return Event(ticket, tokens) if tokens else None
+
+    def _finished(self, ticket: Ticket) -> Event:
+        """The end that its session has found."""
+        request, failure = ticket.request, ticket.request.failure
+        error = None if failure is None else f"{type(failure).__name__}: {failure}"
+        return self._ended(ticket, request.finish_reason or "error", error)
 
     def _fresh(self, ticket: Ticket) -> list[int]:
         """Tokens that no event has told of."""
@@ -356,6 +362,8 @@ class Engine:
         else:
             ticket.lane.leave(request, end=True)
             request.finish_reason = reason if request.finish_reason == "cancelled" else request.finish_reason
+        if request.failure is not None:
+            return self._finished(ticket)
         return self._ended(ticket, request.finish_reason or reason, error)
 
     def _ended(self, ticket: Ticket, reason: str, error: str | None = None) -> Event:

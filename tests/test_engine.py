@@ -227,6 +227,23 @@ def test_a_request_that_fails_in_a_round_fails_alone(model):
     assert lazy.request.output == alone(model, [3, 7, 1, 9], 8)
 
 
+def test_what_fails_beyond_a_processor_ends_one_request_and_no_other(model, monkeypatch):
+    """Nobody can tell whose fault it is, so all of that round go on one by one."""
+    engine, step = Engine(model), Lane.step
+    tickets = [engine.add(Request(p, 12)) for p in prompts(5)]
+
+    def failing(self):
+        if tickets[2].request in self.running and len(tickets[2].request.output) > 4:
+            raise IndexError("no such thing")
+        step(self)
+
+    monkeypatch.setattr(Lane, "step", failing)
+    finish(engine)
+    assert tickets[2].finish_reason == "error" and tickets[2].error == "IndexError: no such thing"
+    for t in tickets[:2] + tickets[3:]:
+        assert t.request.output == alone(model, t.request.prompt, 12)
+
+
 def test_allotments_meet_demand_fairly_and_within_the_budget():
     draw = random.Random(0)
     for _ in range(300):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from decoding import MODES, B, N, outputs
 from tiny import PROMPT, RAGGED, VOCAB, OraclePath, model_of, path_of, reference, run
-from transformers.generation import LogitsProcessorList, logits_process
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList, logits_process
 
-from selfspec import kernels
+from selfspec import SelfSpecModel, kernels
 from selfspec.backbone import Backbone
 from selfspec.graphs import Graphs
 from selfspec.plan import Plan
@@ -278,3 +278,36 @@ def test_rounds_of_kernels_answer_as_torchs_do(mode, sample, monkeypatch):
     assert texts[0] == texts[1]
     if not sample:
         assert texts[1] == reference(model, RAGGED[:2], 8)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("mode", ["ar", "tree", "overlap"])
+@pytest.mark.parametrize("kind, at", [("processor", 0), ("processor", 3), ("criterion", 0)])
+def test_a_processor_that_raises_at_the_first_token_leaves_no_stale_anchor(mode, graphs, at, kind):
+    """The others of its forward were lost with it, and its slot went on from a token that nobody had chosen."""
+    model = model_of()
+    truth = reference(model, RAGGED, N)
+
+    def broken(ids, scores):
+        if ids.shape[1] == len(PROMPT) + at + (kind == "criterion"):
+            raise RuntimeError("the caller's own fault")
+        return scores if kind == "processor" else torch.zeros(len(ids), dtype=torch.bool)
+
+    def bad():
+        if kind == "criterion":
+            return Request(PROMPT, N, criteria=StoppingCriteriaList([broken]))
+        return Request(PROMPT, N, sampling=Sampling(Pipeline(LogitsProcessorList([broken]))))
+
+    session = session_of(mode, graphs=graphs, model=model, reuse=True)
+    requests = [Request(RAGGED[1], N), bad(), Request(RAGGED[2], N)]
+    run(session, requests, [Request(PROMPT, N)])
+    assert requests[1].finish_reason == "error" and "own fault" in str(requests[1].failure)
+    assert requests[1].output == truth[0][: at + (kind == "criterion")] and requests[1].slot is None
+    assert [requests[0].output, requests[2].output] == truth[1:] and session.free == 3
+    after = run(session, [Request(p, N) for p in RAGGED])  # in the same slots
+    assert outputs(after) == truth
+    decoder = SelfSpecModel(model, path_of(model, 0.2))
+    with pytest.raises(RuntimeError, match="own fault"):
+        one = bad()
+        decoder.generate([PROMPT], max_new_tokens=N, mode=mode, **(
+            dict(stopping_criteria=one.criteria) if kind == "criterion" else dict(logits_processor=[broken])))  # fmt: skip
