@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -31,6 +30,7 @@ from selfspec.shadow import (
     shadow,
     windows_of,
 )
+from selfspec.turns import Turn
 
 MASK = -1  # a draft row's token when its input is the mask: no vocabulary id, so it can never be emitted
 
@@ -158,7 +158,7 @@ class Backbone(nn.Module):
         self.windows: list[int | None] = []  # of every layer
         self.masked: list[int | None] = [None] * self.n_layers  # windows that only the model's own mask would tell
         self.asked: list[int | None] | None = []  # what the layers ask attention for, while the probe runs
-        self._one_at_a_time = threading.Lock()
+        self.turn = Turn()
         self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
         self._probe(model if verify else None)
 
@@ -201,7 +201,7 @@ class Backbone(nn.Module):
         Returns:
             Hidden states of clean and draft rows.
         """
-        with self._one_at_a_time:  # the route is one for all layers
+        with self.turn:  # the route is one for all layers
             return self._forward(layout, cache, tokens, draft, first, n_keys)
 
     def _forward(

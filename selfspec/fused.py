@@ -26,7 +26,7 @@ class FusedLayer(nn.Module):
     Args:
         layer: the shadow layer; its parameters are read at every call.
         window: its sliding window in positions, or None.
-        tickets: [TICKETS] int32 zeros, shared by all of one backbone, which runs one forward at a time.
+        tickets: [TICKETS] int32 zeros, shared by all of one backbone, whose sessions take turns (`selfspec.turns`).
         exact: refuse whatever is not row-invariant.
     """
 

@@ -25,6 +25,7 @@ from selfspec.planners import planner_for
 from selfspec.session import Request, Session
 from selfspec.shadow import table_of
 from selfspec.stats import Stats, total
+from selfspec.turns import in_turn
 
 Prompts = Sequence[str | Sequence[int]]
 LOOKUP_BLOCK = 8  # nodes of a looked-up chain: longer ones are seldom right, and every row costs
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 class SelfSpecModel:
     """One model, loaded once: the untouched causal path verifies what its mask path drafts.
+
+    Threads may share it: their rounds take turns. `stats` are those of the call that ended last.
 
     Args:
         model: a decoder-only causal LM of transformers; nothing on it is changed.
@@ -296,6 +299,7 @@ class SelfSpecModel:
         if session.graphs.enabled:
             self._kept = session
 
+    @in_turn
     def _session_for(self, requests: list[Request], plan: Plan | Policy, slots: int | None, verify: str) -> Session:
         """A session with room for these requests: the last call's, or a new one."""
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
@@ -314,6 +318,7 @@ class SelfSpecModel:
         slots = min(slots or fitting(self.backbone, capacity, policy.plans), len(requests))
         return Session(self.bodies, policy, slots, capacity, verify)
 
+    @in_turn
     def policy(
         self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16, verify: str = "coupled"
     ) -> Policy:

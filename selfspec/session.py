@@ -24,6 +24,7 @@ from selfspec.prefixes import Prefixes
 from selfspec.request import Request
 from selfspec.rounds import Rounds, plainly, verifier_of
 from selfspec.slots import Slots
+from selfspec.turns import in_turn
 
 __all__ = ["Request", "Session"]
 
@@ -34,6 +35,7 @@ KEYS = 256  # the smallest K of a graph; the others are its doubles
 class Session:
     """Running requests, each in a cache slot of its own.
 
+    Threads take turns, those with other sessions of its backbones too: each call below runs by itself.
     With CUDA graphs a round is started before the host has read the one before, so that the device never waits.
 
     Args:
@@ -82,6 +84,7 @@ class Session:
         self.limit = slots  # requests at a time, if not all slots are to be used
         self.use(policy)
 
+    @in_turn
     def use(self, policy: Plan | Policy) -> None:
         """Go on with other plans; drafts that were saved for the next round are dropped.
 
@@ -128,6 +131,7 @@ class Session:
         """Requests that may still be added."""
         return self.limit - len(self.active)
 
+    @in_turn
     def add(self, requests: list[Request]) -> None:
         """Give requests a slot each; the next steps prefill them. One that was released goes on where it stood.
 
@@ -170,6 +174,7 @@ class Session:
             raise ValueError(f"a prompt of {length} tokens and {new} new ones exceed {limit} positions")
         self.chooser.check(request)
 
+    @in_turn
     def cancel(self, request: Request) -> None:
         """End a request where it stands; its slot is free at once.
 
@@ -179,6 +184,7 @@ class Session:
         self.release(request)
         request.finish_reason = request.finish_reason or "cancelled"
 
+    @in_turn
     def release(self, request: Request) -> None:
         """Take a request out of its slot without ending it: `add` goes on with it later, from the same text.
 
@@ -192,6 +198,7 @@ class Session:
         if request.slot is not None:  # it may have ended in what was on its way
             self._leave(request)
 
+    @in_turn
     def clear(self) -> None:
         """Drop all requests, without reading what is on its way."""
         self._flights.clear()
@@ -201,6 +208,7 @@ class Session:
 
     # ---- what runs
 
+    @in_turn
     @torch.no_grad()
     def step(self) -> list[tuple[Request, list[int]]]:
         """One round for the requests that decode, and one forward for the prompts of those that join.
