@@ -20,6 +20,7 @@ from selfspec.model import SelfSpecModel
 from selfspec.serving import metrics
 from selfspec.serving.answers import Answer, line_of
 from selfspec.serving.engine import Engine
+from selfspec.serving.lane import most_slots
 from selfspec.serving.output import Output
 from selfspec.serving.params import Builder, stops_of
 from selfspec.serving.source import Job, jobs
@@ -39,7 +40,7 @@ class BatchOptions:
         mode: see `SelfSpecModel.generate`, as for the next two.
         block_size: likewise.
         tree_nodes: likewise.
-        slots: rows at a time, at most.
+        slots: rows at a time, at most; by default 256 on CUDA and 32 elsewhere.
         memory: bytes that keys and values may take; by default most of what is free.
         name: the model's, in OpenAI's form.
     """
@@ -50,7 +51,7 @@ class BatchOptions:
     mode: str | None = None
     block_size: int | None = None
     tree_nodes: int = 16
-    slots: int = 256
+    slots: int | None = None
     memory: int | None = None
     name: str = "selfspec"
 
@@ -87,7 +88,7 @@ class Batcher:
         """Answer jobs. Yields each one's answer when it is whole, and None between two rounds."""
         source, exhausted = iter(source), False
         while not exhausted or self.engine.busy:
-            while not exhausted and self.engine.waiting < self.settings.slots + 16:
+            while not exhausted and self.engine.waiting < self.engine.slots + 16:
                 job = next(source, None)
                 exhausted = job is None
                 if job is not None and (done := self._ask(_Conversation(job, self.settings.system))):
@@ -188,9 +189,8 @@ def run_batch(
     """
     settings = settings or BatchOptions()
     mark, expected = identity(source)
-    enough = (
-        settings.slots if expected is None else min(settings.slots, expected + 1)
-    )  # no room for rows that never come
+    slots = settings.slots or most_slots(model.backbone.device)
+    enough = slots if expected is None else min(slots, expected + 1)  # no room for rows that never come
     batcher = Batcher(model, replace(settings, slots=enough))  # first: what it refuses leaves no output
     with Output(target, recorded(model, settings, mark, ordered), ordered, overwrite, chunk) as out:
         if out.complete:

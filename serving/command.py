@@ -36,7 +36,9 @@ def batch(
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Of sampled rows that have none.")] = 0,
     system: System = None,
-    slots: Annotated[int, typer.Option(min=1, help="Rows at a time, at most.")] = 256,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Rows at a time, at most; by default 256 on cuda and 32 elsewhere.")
+    ] = None,
     memory: Annotated[
         float | None, typer.Option(metavar="GIB", help="For keys and values; by default most of what is free.")
     ] = None,

@@ -21,7 +21,7 @@ from selfspec.memory import free_memory, position_bytes, slot_bytes
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.plan.planner import Fixed, Policy
-from selfspec.serving.lane import Lane, allot, classes
+from selfspec.serving.lane import Lane, allot, classes, most_slots
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.ticket import Event, Ticket
 from selfspec.session import Request
@@ -35,9 +35,9 @@ class Engine:
     Args:
         model: with or without adapter.
         plan: what rounds do; by default the model's own.
-        slots: requests that run at a time, at most.
+        slots: requests that run at a time, at most; by default 256 on CUDA and 32 elsewhere.
         memory: bytes that keys and values may take, never exceeded; by default most of what is free on the device.
-            May be changed while requests run.
+            A GPU's lanes take it early, those of a CPU as requests come. May be changed while requests run.
         verify: see `SelfSpecModel.generate`.
         patience: rounds that a request waits for memory before running ones make room.
         reuse: take keys and values of a common prefix from a slot that holds it.
@@ -47,18 +47,20 @@ class Engine:
         self,
         model: SelfSpecModel,
         plan: Plan | Policy | None = None,
-        slots: int = 256,
+        slots: int | None = None,
         memory: int | None = None,
         verify: str = "coupled",
         patience: int = PATIENCE,
         reuse: bool = True,
     ):
+        slots = most_slots(model.backbone.device) if slots is None else slots
         if slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
         self.bodies, self.backbone, self.verify = model.bodies, model.backbone, verify
         plan = plan or model.plan()
         self.plan = Fixed(plan) if isinstance(plan, Plan) else plan
         self.slots, self.patience, self.reuse = slots, patience, reuse
+        self.ahead = self.backbone.device.type == "cuda"  # see `allot`
         self.memory = free_memory(self.backbone) if memory is None else memory
         lengths = range(1, self.memory // position_bytes(self.backbone) + 1)
         reach = bisect_right(lengths, self.memory, key=lambda c: slot_bytes(self.backbone, self.plan.plans, c))
@@ -200,7 +202,7 @@ class Engine:
             demand[ticket.length] += 1
             oldest[ticket.length] = min(ticket, oldest.get(ticket.length, ticket))
         order = sorted(oldest, key=lambda c: oldest[c])
-        target = allot(demand, self.cost, self.memory, self.slots, order)
+        target = allot(demand, self.cost, self.memory, self.slots, order, self.ahead)
         grown = [c for c in full if target.get(c, 0) >= 2 * self.lanes[c].slots]
         new = [c for c in homeless if c in target] + grown
         if not new:
@@ -218,7 +220,9 @@ class Engine:
                 new += [lane.capacity] if slots else []
         moved = [self.running[r] for lane in closing for r in lane.running]
         first = min(heads[c] for c in new if c in heads)
-        if any(t.priority >= first.priority for t in moved) and self.rounds - self._lacking < self.patience:
+        # lanes that double are made anew a few times in an engine's life, and nobody loses a slot
+        patience = 0 if not self.ahead and len(closing) == len(grown) else self.patience
+        if any(t.priority >= first.priority for t in moved) and self.rounds - self._lacking < patience:
             return
         for lane in closing:
             self._close(lane)

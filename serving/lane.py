@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from selfspec.backbone import Backbone
 from selfspec.plan.planner import Policy
 from selfspec.session import Request, Session
 
 SHORTEST, STEP = 1024, 4  # capacity of the first class, and how much longer each next one is
+FEW = 8  # slots of a lane that grows by need, at least
 
 
 class Lane:
@@ -94,7 +97,19 @@ def classes(longest: int | None) -> list[int]:
     return [*out[:-1], min(out[-1], longest)]
 
 
-def allot(demand: Mapping[int, int], cost: Mapping[int, int], budget: int, most: int, order: Sequence[int]) -> dict:
+def most_slots(device: torch.device) -> int:
+    """Requests at a time where nobody says. A GPU gains by each one up to hundreds, a CPU is busy with a few."""
+    return 256 if device.type == "cuda" else 32
+
+
+def allot(
+    demand: Mapping[int, int],
+    cost: Mapping[int, int],
+    budget: int,
+    most: int,
+    order: Sequence[int],
+    ahead: bool = True,
+) -> dict:
     """Slots for every class.
 
     Each class with demand gets a slot, in `order` as far as the budget goes; then the class that is worst supplied gets
@@ -107,6 +122,8 @@ def allot(demand: Mapping[int, int], cost: Mapping[int, int], budget: int, most:
         budget: bytes.
         most: slots of a lane, and all that demand can take together.
         order: classes, the one that must not wait first.
+        ahead: grow beyond today's demand as far as half of the rest goes, since lanes that are made anew lose their
+            CUDA graphs; otherwise to twice the demand, which takes no memory that nobody may ever want.
 
     Returns:
         class -> slots, at least 1; a class that got none is not there.
@@ -120,7 +137,8 @@ def allot(demand: Mapping[int, int], cost: Mapping[int, int], budget: int, most:
         open_ = dict(slots)
         while open_:
             c = min(open_, key=lambda c: (slots[c] / demand[c], cost[c]))
-            full = slots[c] >= (most if spare else demand[c]) or (not spare and sum(slots.values()) >= most)
+            enough = most if ahead else min(most, max(FEW, 2 * demand[c]))
+            full = slots[c] >= (enough if spare else demand[c]) or (not spare and sum(slots.values()) >= most)
             if full or cost[c] > budget:
                 del open_[c]
             else:

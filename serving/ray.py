@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 try:
     import pyarrow as pa
     import ray
@@ -27,6 +29,7 @@ except ModuleNotFoundError as error:
 from selfspec import prompts
 from selfspec.options import Chosen, load_model
 from selfspec.serving.batch import Batcher, BatchOptions, identity, recorded
+from selfspec.serving.lane import most_slots
 from selfspec.serving.output import Output, table_of
 from selfspec.serving.source import jobs
 from selfspec.terminal import Progress
@@ -143,7 +146,9 @@ def run_on_ray(
     context = DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = ordered
-    rows = 4 * settings.slots  # an engine's slots are refilled from these; they are lost with an actor
+    rows = 4 * (
+        settings.slots or most_slots(torch.device(where.device))
+    )  # an engine's slots are refilled from these; they are lost with an actor
 
     def answered(done: set[str | int], created: int) -> Any:
         return (

@@ -19,7 +19,7 @@ from selfspec.plan import Plan
 from selfspec.sampling import Pipeline, Sampling
 from selfspec.serving import lane
 from selfspec.serving.engine import Engine
-from selfspec.serving.lane import Lane, allot, classes
+from selfspec.serving.lane import Lane, allot, classes, most_slots
 from selfspec.serving.stream import Streams
 from selfspec.session import Request
 
@@ -194,6 +194,21 @@ def test_what_would_never_fit_is_refused(model):
     assert "empty" in bad[0].error and "max_new_tokens=0" in bad[1].error and "token ids" in bad[2].error
 
 
+def test_a_bare_engine_reserves_no_memory_for_hundreds_of_requests(model):
+    """7 GB for one prompt on a CPU."""
+    engine = Engine(model)
+    assert engine.slots == 32 == most_slots(torch.device("cpu")) and most_slots(torch.device("cuda:0")) == 256
+    slot = slot_bytes(model.backbone, engine.plan.plans, engine.classes[0])
+    engine.add(Request([1], 3))
+    engine.step()
+    assert engine.reserved == 8 * slot
+    for p in prompts(40):
+        engine.add(Request(p, 90))
+    engine.step()  # it grows by need
+    engine.step()
+    assert engine.reserved == 32 * slot and len(engine.running) == 32
+
+
 def test_deadlines_end_waiting_and_running_requests(model):
     engine = Engine(model, slots=1)
     running = engine.add(Request([3, 7, 1], 100), timeout=0.05)
@@ -256,6 +271,7 @@ def test_allotments_meet_demand_fairly_and_within_the_budget():
         assert all(demand[c] and 1 <= n <= most for c, n in slots.items())
         first = next((c for c in order if demand[c]), None)
         assert first is None or cost[first] > budget or first in slots
+    assert [allot({10: 3}, {10: 10}, 10**6, 99, [10], ahead) for ahead in (True, False)] == [{10: 99}, {10: 8}]
     assert allot({10: 100, 40: 25}, {10: 10, 40: 40}, 400, 99, [40, 10]) == {40: 5, 10: 20}  # a fifth of each
     assert classes(None)[:3] == [1024, 4096, 16384] and classes(5000) == [1024, 4096, 5000] and classes(64) == [64]
 

@@ -307,7 +307,6 @@ def test_a_processor_that_raises_at_the_first_token_leaves_no_stale_anchor(mode,
     after = run(session, [Request(p, N) for p in RAGGED])  # in the same slots
     assert outputs(after) == truth
     decoder = SelfSpecModel(model, path_of(model, 0.2))
+    own = {"criterion": "stopping_criteria", "processor": "logits_processor"}[kind]
     with pytest.raises(RuntimeError, match="own fault"):
-        one = bad()
-        decoder.generate([PROMPT], max_new_tokens=N, mode=mode, **(
-            dict(stopping_criteria=one.criteria) if kind == "criterion" else dict(logits_processor=[broken])))  # fmt: skip
+        decoder.generate([PROMPT], max_new_tokens=N, mode=mode, **{own: [broken]})
