@@ -96,8 +96,20 @@ Batches = Annotated[
     typer.Option("--batch", "--batch-size", parser=sizes, metavar="N,...", show_default="1", help="Batch sizes."),
 ]
 Repeats = Annotated[int, typer.Option(min=1, help="Of every measurement.")]
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuses at once what could not be written after hours."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise typer.BadParameter(f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}")
+    return path
+
+
 Report = Annotated[
-    Path | None, typer.Option("--json", metavar="OUT", help="Write the report here; partial ones while it runs.")
+    Path | None,
+    typer.Option(
+        "--json", metavar="OUT", callback=_in_a_folder, help="Write the report here; partial ones while it runs."
+    ),
 ]
 ShowStats = Annotated[bool, typer.Option("--stats", help="Print tau, forwards and time after an answer, on stderr.")]
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="A system message; by default the chat template's.")]

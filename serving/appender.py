@@ -84,6 +84,10 @@ class Appender:
                 continue
             if bad is not None:
                 raise ValueError(f"{self.path} is damaged {bad}: its rows cannot be told; move it away or overwrite it")
+            if not all(isinstance(id_of(json.loads(r)), str | int) for r in rows):
+                raise ValueError(
+                    f"{self.path} is damaged before byte {end}: a row has no id; move it away or overwrite it"
+                )
             self.rows += rows
             good = end
         return good
@@ -119,6 +123,11 @@ class Appender:
                     return
                 end = min(at, len(data)) - len(member.unused_data)
                 yield b"".join(out), end
+
+
+def id_of(row: dict[str, Any]) -> Any:
+    """A row's id, in our form or OpenAI's; None where it has none."""
+    return row.get("custom_id", row.get("id"))
 
 
 def _whole(line: bytes) -> bool:

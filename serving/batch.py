@@ -21,7 +21,7 @@ from selfspec.serving import metrics
 from selfspec.serving.answers import Answer, line_of
 from selfspec.serving.engine import Engine
 from selfspec.serving.lane import most_slots
-from selfspec.serving.output import Output
+from selfspec.serving.output import Output, apart, resumable
 from selfspec.serving.params import Builder, stops_of
 from selfspec.serving.source import Job, jobs
 from selfspec.serving.ticket import Ticket
@@ -188,11 +188,13 @@ def run_batch(
         OutputError: the disk is full; what was finished is safe, and the same call goes on from there.
     """
     settings = settings or BatchOptions()
+    apart(source, target)
     mark, expected = identity(source)
     slots = settings.slots or most_slots(model.backbone.device)
     enough = slots if expected is None else min(slots, expected + 1)  # no room for rows that never come
     batcher = Batcher(model, replace(settings, slots=enough))  # first: what it refuses leaves no output
-    with Output(target, recorded(model, settings, mark, ordered), ordered, overwrite, chunk) as out:
+    opened = Output(target, recorded(model, settings, mark, ordered), ordered, overwrite, chunk)
+    with resumable(opened, expected, quiet) as out:
         if out.complete:
             return {**out.counts, "resumed": out.counts["rows"], "engine": None}
         before = out.counts["rows"]

@@ -111,6 +111,6 @@ def summary(counts: dict[str, Any], target: str) -> str:
 
 
 def _bytes(gib: float | None) -> int | None:
-    if gib is not None and gib <= 0:
-        refuse(f"--memory {gib}: expected more than 0")
+    if gib is not None and not 0 < gib < float("inf"):
+        refuse(f"--memory {gib}: expected a number above 0")
     return None if gib is None else int(gib * 2**30)

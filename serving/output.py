@@ -14,13 +14,15 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from selfspec.serving.appender import Appender, OutputError, replace
+from selfspec.serving.appender import Appender, OutputError, id_of, replace
+from selfspec.terminal import say
 
 VERSION = 1
 FORMS = (".jsonl", ".gz", ".parquet")
@@ -145,14 +147,13 @@ class Output:
             OutputError: that fails.
         """
         self._last = time.monotonic()
+        fresh, self._fresh = self._fresh, []  # first: a signal may end this call, and nothing is written twice
         if self._file is None:
             if self.stdout:
-                sys.stdout.buffer.writelines(self._fresh)
+                sys.stdout.buffer.writelines(fresh)
                 sys.stdout.buffer.flush()
-                self._fresh = []
             return
-        self._file.append(self._fresh)
-        self._fresh = []
+        self._file.append(fresh)
         if self._waiting is not None:
             live = [*self._kept.values(), *(r for r in self._ready.values() if r is not None)]
             size = sum(map(len, live))
@@ -161,6 +162,13 @@ class Output:
             elif live:
                 self._waiting.append(self._aside)
             self._aside = []
+
+    def standing(self, expected: int | None = None) -> str:
+        """How far a run is that ends now, and how to go on. expected: rows in all, where that is known."""
+        rows = f"{self.counts['rows']:,} rows" if expected is None else f"{self.counts['rows']:,} of {expected:,} rows"
+        if self.stdout:
+            return f"stopped after {rows}; what goes to stdout cannot be resumed: name a file to go on from there"
+        return f"stopped: {rows} are safe in {self.path}; the same command goes on from there"
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Every row is there: write the manifest, and parquet."""
@@ -184,11 +192,13 @@ class Output:
 
     def _open(self, overwrite: bool) -> None:
         file, waiting = self._paths()
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder: expected a file")
         if overwrite:
             for old in (self.manifest, self.path, file, waiting):  # the manifest first: rows without it are refused
                 old.unlink(missing_ok=True)
         if self.manifest.exists():
-            old = json.loads(self.manifest.read_text(encoding="utf-8"))
+            old = self._recorded()
             self._check(old)
             if old["complete"] and self.path.exists():
                 self.complete, self.counts = True, Counter(old["rows"])
@@ -203,7 +213,7 @@ class Output:
         self._file.rows = []
         if self.ordered:
             self._waiting = Appender(waiting)
-            self._kept = {i: r for r in self._waiting.rows if (i := _id(json.loads(r))) not in self.done}
+            self._kept = {i: r for r in self._waiting.rows if (i := id_of(json.loads(r))) not in self.done}
             self._waiting.rows = []
             self.done |= {self._booked(r) for r in self._kept.values()}
 
@@ -222,7 +232,17 @@ class Output:
         usage = row.get("usage") or ((row.get("response") or {}).get("body") or {}).get("usage") or {}
         for name in ("prompt_tokens", "completion_tokens"):
             self.counts[name] += usage.get(name, 0)
-        return _id(row)
+        return id_of(row)
+
+    def _recorded(self) -> dict[str, Any]:
+        """What the manifest says."""
+        try:
+            old = json.loads(self.manifest.read_bytes())
+            if isinstance(old["settings"], dict) and {"complete", "created"} <= old.keys():
+                return old
+        except (ValueError, KeyError, TypeError):
+            pass
+        raise ValueError(f"{self.manifest} is damaged: it does not say how {self.path.name} was made; overwrite it?")
 
     def _check(self, old: dict[str, Any]) -> None:
         before, now = old["settings"], self.settings
@@ -250,8 +270,35 @@ class Output:
             self._lock.release()
 
 
-def _id(row: dict[str, Any]) -> str | int:
-    return row["custom_id"] if "custom_id" in row else row["id"]
+@contextmanager
+def resumable(out: Output, expected: int | None, quiet: bool) -> Iterator[Output]:
+    """An output whose run may be interrupted; it is said then where it stands.
+
+    Args:
+        out: left at the end.
+        expected: rows in all, where that is known.
+        quiet: say nothing.
+    """
+    try:
+        with out:
+            yield out
+    except (KeyboardInterrupt, SystemExit):
+        if not quiet:
+            say(out.standing(expected))
+        raise
+
+
+def apart(source: str | Path, target: str | Path) -> None:
+    """Refuse an output that would take the place of its input.
+
+    Raises:
+        ValueError: one of its files is the input.
+    """
+    path = Path(target)
+    for name in ("", ".manifest.json", ".waiting", ".rows.jsonl"):
+        file = path.with_name(f"{path.name}{name}") if path.name else path
+        if file.exists() and Path(source).exists() and file.samefile(source):
+            raise ValueError(f"{source} is the input, and writing {target} would lose it: name another output")
 
 
 def table_of(lines: Iterable[bytes]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any
 
 from transformers import GenerationConfig
@@ -19,6 +20,8 @@ EXTRAS = ("seed", "presence_penalty", "frequency_penalty", "response_format")  #
 PARAMETERS = {k for k in vars(GenerationConfig()) if not k.startswith("_")} - {"transformers_version"}
 PARAMETERS |= {*ALIASES, *EXTRAS, "stop"}
 WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "seed", "no_repeat_ngram_size"}
+# fields that a row's one answer, which is a text, has no place for; max_length would lose to the default of new tokens
+NO_PLACE = {"num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits", "max_length"}
 # fields that turn greedy decoding into sampling where a row sets them
 DRAWING = {"temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
 
@@ -36,6 +39,9 @@ def checked(params: dict[str, Any]) -> dict[str, Any]:
         key = ALIASES.get(name, name)
         if out.setdefault(key, value) != value:
             raise ValueError(f"{name}={value!r} and {key}={out[key]!r} mean the same")
+        if key in NO_PLACE and value is not False and not (key == "num_return_sequences" and value == 1):
+            instead = "say max_new_tokens" if key == "max_length" else "a row has one answer, and that is a text"
+            raise ValueError(f"{name}={value!r}: {instead}")
         if key in WHOLE and (isinstance(value, bool) or not isinstance(value, int)):
             raise ValueError(f"{name}={value!r}: expected a whole number")
     if "max_new_tokens" in out and out["max_new_tokens"] < 1:
@@ -47,6 +53,12 @@ def checked(params: dict[str, Any]) -> dict[str, Any]:
         share = out.get(name, 1.0)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"{name}={share!r}: expected a number from 0 to 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = out.get(name, 0)
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not math.isfinite(penalty):
+            raise ValueError(f"{name}={penalty!r}: expected a number")
+    if not isinstance(out.get("response_format", {}), dict):
+        raise ValueError(f"response_format={out['response_format']!r}: expected an object")
     stop = out.pop("stop", None)
     if stop is not None:
         stops = [stop] if isinstance(stop, str) else stop

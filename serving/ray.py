@@ -30,7 +30,7 @@ from selfspec import prompts
 from selfspec.options import Chosen, load_model
 from selfspec.serving.batch import Batcher, BatchOptions, identity, recorded
 from selfspec.serving.lane import most_slots
-from selfspec.serving.output import Output, table_of
+from selfspec.serving.output import Output, apart, resumable, table_of
 from selfspec.serving.source import jobs
 from selfspec.terminal import Progress
 
@@ -166,9 +166,10 @@ def run_on_ray(
 
     if "://" in target:
         return _to_parts(answered, target)
+    apart(source, target)
     mark, expected = (None, None) if "://" in source else identity(source)
     record = ray.get(ray.remote(_recorded).remote(where, settings, mark, ordered))
-    with Output(target, record, ordered, overwrite, chunk) as out:
+    with resumable(Output(target, record, ordered, overwrite, chunk), expected, quiet) as out:
         if out.complete:
             return {**out.counts, "resumed": out.counts["rows"], "engine": None}
         before = out.counts["rows"]
