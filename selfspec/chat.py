@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from selfspec import prompts
 from selfspec.model import SelfSpecModel
-from selfspec.options import Chosen, check_modes, load_model
+from selfspec.options import Chosen, Sampled, check_modes, load_model
 from selfspec.past import FIELD, Past
 from selfspec.prompts import Message
 from selfspec.stats import Stats
@@ -72,12 +74,25 @@ class Clock(BaseStreamer):
 
 @dataclass(frozen=True)
 class Settings:
-    """How answers are decoded; None is the model's default."""
+    """How answers are decoded; None is the model's default.
+
+    Attributes:
+        choice: further arguments of `generate`: how tokens are chosen.
+        seed: to draw them with; None is greedy.
+    """
 
     cap: int = 256
     mode: str | None = None
     block_size: int | None = None
     tree_nodes: int = 16
+    choice: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of `generate`."""
+        how = {"mode": self.mode, "block_size": self.block_size, "tree_nodes": self.tree_nodes, **self.choice}
+        return {**how, "do_sample": self.seed is not None, "seed": self.seed}
 
 
 def respond(
@@ -98,14 +113,11 @@ def respond(
     clock, began = Clock(shown), time.perf_counter()
     out = model.generate(
         ids,
-        do_sample=False,
         max_new_tokens=settings.cap,
         streamer=clock,
-        mode=settings.mode,
-        block_size=settings.block_size,
-        tree_nodes=settings.tree_nodes,
         past_key_values=past,
         return_dict_in_generate=True,
+        **settings.arguments,
     )
     now = time.perf_counter()
     assert isinstance(out, GenerateDecoderOnlyOutput)
@@ -137,24 +149,37 @@ def fitted(model: SelfSpecModel, messages: list[Message], cap: int) -> tuple[lis
     return head + body, cap if limit is None else min(cap, limit - n)
 
 
-def ready(options: Chosen, mode: str | None, cap: int) -> tuple[SelfSpecModel, Settings]:
+def ready(
+    options: Chosen, mode: str | None, cap: int, drawn: Sampled, seed: int | None
+) -> tuple[SelfSpecModel, Settings]:
     """The model and settings that the options name; what cannot run ends here."""
     with refusing():
+        choice = drawn.choice(seed, secrets.randbits(32))  # without a seed another text each time
         model = load_model(options)
         check_modes(model, (mode,) if mode else None, options)
+        settings = Settings(cap, mode, options.block_size, options.tree_nodes, *choice)
+        if drawn.given:  # one token, so that values which transformers refuses are refused before any text
+            model.generate([[0]], max_new_tokens=1, **{**settings.arguments, "mode": "ar", "block_size": None})
     if model.path is None:
         say("no adapter fits this model: drafts are looked up in the text, and most tokens cost a forward")
-    return model, Settings(cap, mode, options.block_size, options.tree_nodes)
+    return model, settings
 
 
 def generate(
-    prompt: str, options: Chosen, system: str | None, mode: str | None, max_new_tokens: int, stats: bool
+    prompt: str,
+    options: Chosen,
+    system: str | None,
+    mode: str | None,
+    max_new_tokens: int,
+    drawn: Sampled,
+    seed: int | None,
+    stats: bool,
 ) -> int:
     """`selfspec generate`: answer one prompt, on stdout."""
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         refuse("the prompt is empty")
-    model, settings = ready(options, mode, max_new_tokens)
+    model, settings = ready(options, mode, max_new_tokens, drawn, seed)
     start = [{"role": "system", "content": system}] if system else []
     with refusing():
         messages, cap = fitted(model, [*start, prompts.user(text)], settings.cap)
@@ -164,9 +189,17 @@ def generate(
     return 0
 
 
-def chat(options: Chosen, system: str | None, mode: str | None, max_new_tokens: int, stats: bool) -> int:
+def chat(
+    options: Chosen,
+    system: str | None,
+    mode: str | None,
+    max_new_tokens: int,
+    drawn: Sampled,
+    seed: int | None,
+    stats: bool,
+) -> int:
     """`selfspec chat`: talk to a model."""
-    model, settings = ready(options, mode, max_new_tokens)
+    model, settings = ready(options, mode, max_new_tokens, drawn, seed)
     start = [{"role": "system", "content": system}] if system else []
     messages: list[Message] = list(start)
     past = None  # what the last turn left in the cache; of the conversation so far, only what is new is read
@@ -188,6 +221,8 @@ def chat(options: Chosen, system: str | None, mode: str | None, max_new_tokens: 
             if len(kept) <= len(messages):
                 say("(the oldest part of the conversation no longer fits the context)")
             answer = respond(model, kept, replace(settings, cap=cap), past=past)
+            if settings.seed is not None:  # a question that is asked again is answered anew
+                settings = replace(settings, seed=settings.seed + 1)
             past = answer.past
             messages = [*kept, {"role": "assistant", "content": answer.text}]
             if stats:

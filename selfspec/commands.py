@@ -4,13 +4,28 @@ there at once."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from selfspec import options
-from selfspec.options import EXACT, FAST, MODEL, Chosen, DtypeName, MaxNewTokens, Mode, ShowStats, Sizes, System, chosen
-from selfspec.terminal import refuse
+from selfspec.options import (
+    EXACT,
+    FAST,
+    MODEL,
+    PLAIN,
+    Chosen,
+    DtypeName,
+    MaxNewTokens,
+    Mode,
+    Sampled,
+    Seed,
+    ShowStats,
+    Sizes,
+    System,
+    chosen,
+)
+from selfspec.terminal import refuse, refusing
 from selfspec.training.options import AnswerOptions, Mix, mix
 
 ASKED = AnswerOptions()
@@ -26,12 +41,14 @@ def generate(
     system: System = None,
     mode: Mode = None,
     max_new_tokens: MaxNewTokens = 256,
+    drawn: Sampled = PLAIN,
+    seed: Seed = None,
     stats: ShowStats = False,
 ) -> int:
     """Answer one prompt, on stdout."""
     from selfspec.chat import generate as run
 
-    return run(prompt, where, system, mode, max_new_tokens, stats)
+    return run(prompt, where, system, mode, max_new_tokens, drawn, seed, stats)
 
 
 @chosen
@@ -40,12 +57,14 @@ def chat(
     system: System = None,
     mode: Mode = None,
     max_new_tokens: MaxNewTokens = 256,
+    drawn: Sampled = PLAIN,
+    seed: Seed = None,
     stats: ShowStats = False,
 ) -> int:
     """Talk to a model; /reset forgets, /exit or end-of-file ends."""
     from selfspec.chat import chat as run
 
-    return run(where, system, mode, max_new_tokens, stats)
+    return run(where, system, mode, max_new_tokens, drawn, seed, stats)
 
 
 @chosen
@@ -75,11 +94,6 @@ def info(
     return run(model, adapter, dtype, device, as_json)
 
 
-def sampled(help: str, least: float | None = None, most: float | None = None) -> Any:
-    """An option that says how tokens are chosen."""
-    return typer.Option(help=help, rich_help_panel="Sampling", show_default=False, min=least, max=most)
-
-
 @chosen
 def check(
     where: Chosen = EXACT,
@@ -88,22 +102,16 @@ def check(
     max_new_tokens: MaxNewTokens = 128,
     batch: options.Batches = None,
     mode: options.Modes = None,
-    temperature: Annotated[float | None, sampled("Sample at this temperature.")] = None,
-    top_p: Annotated[float | None, sampled("Sample from so much probability.", 0, 1)] = None,
-    top_k: Annotated[int | None, sampled("Sample from so many tokens (0: all; transformers' default is 50).")] = None,
-    min_p: Annotated[float | None, sampled("Sample from tokens so probable, beside the best.", 0, 1)] = None,
-    repetition_penalty: Annotated[float | None, sampled("Above 1 against repetition.")] = None,
-    seed: Annotated[int | None, sampled("Sample, with this seed; 0 by default when sampling.")] = None,
+    drawn: Sampled = PLAIN,
+    seed: Seed = None,
     report_to: options.Report = None,
 ) -> int:
     """The lossless audit: compare every answer, token for token, with plain Hugging Face generate, or sampled ones with
     plain decoding of the same seed. Exits with 1 if any answer differs without proof of a tie."""
     from selfspec.check import run
 
-    warpers = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    choice = {k: v for k, v in {**warpers, "repetition_penalty": repetition_penalty}.items() if v is not None}
-    if seed is None and warpers.keys() & choice.keys():
-        seed = 0
+    with refusing():
+        choice, seed = drawn.choice(seed)
     return run(where, files, limit, max_new_tokens, batch or (1,), mode, choice, seed, report_to)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
@@ -136,23 +136,64 @@ class Chosen:
     ] = False
 
 
+def sampled(help: str, least: float | None = None, most: float | None = None) -> Any:
+    """An option that says how tokens are chosen."""
+    return typer.Option(help=help, rich_help_panel="Sampling", show_default=False, min=least, max=most)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How tokens are chosen: the options of every command that writes answers. None is transformers' default."""
+
+    temperature: Annotated[float | None, sampled("Sample at this temperature; 0 is greedy, the default.", 0)] = None
+    top_p: Annotated[float | None, sampled("Sample from so much probability.", 0, 1)] = None
+    top_k: Annotated[int | None, sampled("Sample from so many tokens (0: all; transformers' default is 50).", 0)] = None
+    min_p: Annotated[float | None, sampled("Sample from tokens so probable, beside the best.", 0, 1)] = None
+    repetition_penalty: Annotated[float | None, sampled("Above 1 against repetition, greedy or not.")] = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What was asked for, under transformers' names."""
+        return {k: v for k, v in asdict(self).items() if v is not None}
+
+    def choice(self, seed: int | None, otherwise: int = 0) -> tuple[dict[str, Any], int | None]:
+        """Arguments of `generate`, and the seed to draw with; None is greedy.
+
+        Args:
+            seed: as asked for; it makes the text a sampled one.
+            otherwise: where none was, and something else asks for sampling.
+
+        Raises:
+            ValueError: a greedy temperature with a seed.
+        """
+        given = self.given
+        if self.temperature == 0:
+            if seed is not None:
+                raise ValueError(f"--temperature 0 is greedy, and draws nothing with --seed {seed}")
+            return {k: v for k, v in given.items() if k == "repetition_penalty"}, None
+        draws = seed is not None or given.keys() - {"repetition_penalty"}
+        return given, otherwise if draws and seed is None else seed
+
+
+Seed = Annotated[int | None, sampled("Sample, with this seed.")]
+PLAIN = Sampled()
 FAST, EXACT = Chosen(), Chosen(dtype="float32")  # defaults for speed, and for comparing token for token
 
 
 def chosen(run: Callable[..., int]) -> Callable[..., int]:
-    """Gives a command the options of `Chosen`, in place of its parameter that has one as default.
+    """Gives a command the options of `Chosen` and `Sampled`, in place of its parameters that have one as default.
 
     Args:
         run: the command; returns its exit code.
     """
-    hints = get_type_hints(Chosen, include_extras=True)
     parameters: list[inspect.Parameter] = []
-    where = ""
+    groups: dict[str, tuple[type, list[str]]] = {}  # by parameter: whose options, and which
     for p in inspect.signature(run, eval_str=True).parameters.values():
-        if isinstance(p.default, Chosen):
-            where, default = p.name, p.default
+        if isinstance(p.default, Chosen | Sampled):
+            hints = get_type_hints(type(p.default), include_extras=True)
+            groups[p.name] = type(p.default), list(hints)
             parameters += [
-                inspect.Parameter(n, p.KEYWORD_ONLY, default=getattr(default, n), annotation=h)
+                inspect.Parameter(n, p.KEYWORD_ONLY, default=getattr(p.default, n), annotation=h)
                 for n, h in hints.items()
             ]
         else:
@@ -160,7 +201,8 @@ def chosen(run: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(run)
     def command(**given: Any) -> int:
-        return run(**{where: settled(Chosen(**{n: given.pop(n) for n in hints}))}, **given)
+        made = {name: kind(**{n: given.pop(n) for n in fields}) for name, (kind, fields) in groups.items()}
+        return run(**{n: settled(v) if isinstance(v, Chosen) else v for n, v in made.items()}, **given)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}

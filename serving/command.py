@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from selfspec import options
-from selfspec.options import FAST, Chosen, MaxNewTokens, Mode, System, chosen, load_model
+from selfspec.options import FAST, PLAIN, Chosen, MaxNewTokens, Mode, Sampled, System, chosen, load_model
 from selfspec.serving.appender import OutputError
 from selfspec.terminal import refuse, refusing, say
 
@@ -30,9 +30,7 @@ def batch(
     where: Chosen = FAST,
     mode: Mode = None,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[float | None, typer.Option(min=0, help="By default greedy, as is 0.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of sampled rows.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Of sampled rows; by default transformers' 50.")] = None,
+    drawn: Sampled = PLAIN,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; may be repeated.")] = None,
     seed: Annotated[int, typer.Option(help="Of sampled rows that have none.")] = 0,
     system: System = None,
@@ -59,8 +57,7 @@ def batch(
     from selfspec import check
     from selfspec.serving.batch import BatchOptions, run_batch
 
-    names = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    params: dict[str, Any] = {k: v for k, v in {**names, "stop": stop or None}.items() if v is not None}
+    params: dict[str, Any] = {"max_new_tokens": max_new_tokens, **drawn.given, **({"stop": stop} if stop else {})}
     settings = BatchOptions(
         params, system, seed, mode, where.block_size, where.tree_nodes, slots, _bytes(memory), Path(where.model).name
     )

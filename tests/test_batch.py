@@ -409,3 +409,16 @@ def test_a_signal_right_after_a_write_repeats_no_row(model, tmp_path, monkeypatc
 def test_a_report_in_a_missing_folder_is_refused_before_the_work(tmp_path):
     ran = tiny_chat.run("batch", "in.jsonl", "out.jsonl", "--json", tmp_path / "none" / "report.json")
     assert ran.exit_code == 2 and "there is no folder" in ran.stderr
+
+
+def test_the_commands_sampling_options_are_a_rows_defaults(tmp_path):
+    """`selfspec batch` had no --min-p and no --repetition-penalty."""
+    argv = ["--model", tiny_chat.save_model(tmp_path / "m"), "--dtype", "float32", "--quiet"]
+    how = {"temperature": 0.9, "top_p": 0.9, "top_k": 9, "min_p": 0.01, "repetition_penalty": 1.2}
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "prompt": "w1 w2"}\n')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"id": 1, "prompt": "w1 w2", **how, "max_tokens": 9}) + "\n")
+    options = [x for k, v in how.items() for x in (f"--{k.replace('_', '-')}", v)]
+    for name, more in (("a", [*options, "--max-new-tokens", 9]), ("b", [])):
+        files = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-out.jsonl"
+        assert tiny_chat.run("batch", *files, *argv, *more).exit_code == 0
+    assert (tmp_path / "a-out.jsonl").read_text() == (tmp_path / "b-out.jsonl").read_text()

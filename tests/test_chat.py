@@ -55,6 +55,36 @@ def test_a_prompt_that_does_not_fit_is_refused(folder):
     assert result.exit_code == 2 and "context 256" in result.stderr and not result.stdout
 
 
+def test_generate_and_chat_sample_as_generate_does(folder, model):
+    """They had no way to."""
+    argv = ["--model", folder, "--adapter", "none", "--dtype", "float32", "--max-new-tokens", "12"]
+    hot = ["--temperature", "0.9", "--top-p", "0.95", "--top-k", "0", "--min-p", "0.01", "--repetition-penalty", "1.2"]
+    ids = model.tokenizer("user: w3 w4 assistant:", return_tensors="pt").input_ids
+    asked = dict(temperature=0.9, top_p=0.95, top_k=0, min_p=0.01, repetition_penalty=1.2, do_sample=True)
+    texts = []
+    for seed in (7, 8):
+        out = model.generate(ids, max_new_tokens=12, seed=seed, **asked)
+        texts.append(model.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    run = tiny_chat.run("generate", "w3 w4", *argv, *hot, "--seed", "7")
+    assert run.stdout.strip() == texts[0] != texts[1] and run.exit_code == 0
+    said = tiny_chat.run("chat", *argv, *hot, "--seed", "7", input="w3 w4\n/reset\nw3 w4\n")
+    assert said.stdout.split("\n")[:2] == texts  # asked again, it is drawn anew
+    free = [tiny_chat.run("generate", "w3 w4", *argv, "--temperature", "2").stdout for _ in range(3)]
+    assert len(set(free)) > 1  # without a seed another text each time
+    cool = tiny_chat.run("generate", "w3 w4", *argv, "--temperature", "0").stdout
+    assert cool == tiny_chat.run("generate", "w3 w4", *argv).stdout and cool.strip() not in texts
+
+
+def test_settings_of_sampling_that_cannot_be_are_refused(folder):
+    argv = ["generate", "w1", "--model", folder, "--adapter", "none"]
+    for more, words in {
+        ("--temperature", "0", "--seed", "1"): "--temperature 0 is greedy", ("--top-p", "7"): "--top-p",
+        ("--temperature", "-1"): "--temperature", ("--repetition-penalty", "0"): "strictly positive",
+    }.items():  # fmt: skip
+        result = tiny_chat.run(*argv, *more)
+        assert result.exit_code == 2 and words in result.stderr and not result.stdout, more
+
+
 def test_chat_remembers_resets_and_ends(folder, adapter):
     said = "w3 w4\n\nw5\n/reset\nw5\n/exit\nw6\n"
     argv = ["--model", folder, "--adapter", adapter, "--dtype", "float32", "--max-new-tokens", "6"]
