@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import tiny_chat
@@ -16,6 +17,7 @@ from selfspec.plan import Plan
 from selfspec.session import Request, Session
 from selfspec.stats import mean_tau, total
 from selfspec.training import schedule
+from selfspec.training.command import ending
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Answer
 from selfspec.training.evaluate import Batching, evaluate
@@ -211,7 +213,11 @@ def test_command_line(tmp_path) -> None:
     args = [f"model={tmp_path / 'model'}", f"data={tmp_path / 'answers.jsonl'}", f"out={tmp_path / 'out'}",
             f"eval.train={tmp_path / 'answers.jsonl'}", "adapter.block_size=4", "length=48", "rows=2", "anchors=8",
             "max_steps=3", "log_every=1", "dtype=float32", "fit=0.1"]  # fmt: skip
-    assert tiny_chat.run("train", *args).exit_code == 0
+    ran = tiny_chat.run("train", *args)
+    assert ran.exit_code == 0
+    use = f"--model {tmp_path / 'model'} --adapter {tmp_path / 'out' / 'adapter'}"  # it ended without naming either
+    assert "trained 3 steps, validation tau" in ran.stderr and f"the run is in {tmp_path / 'out'}" in ran.stderr
+    assert use in ran.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["finished"] and report["eval"]["train"]["known"]["responses"] == 12
     assert report["config"]["adapter"] == {"mask_embedding": "per_slot", "block_size": 4}
@@ -228,6 +234,12 @@ def test_command_line(tmp_path) -> None:
     ):
         result = tiny_chat.run("train", *wrong)
         assert result.exit_code == 2 and words in result.stderr
+
+
+def test_a_training_that_was_stopped_says_how_it_goes_on() -> None:
+    said = ending({"finished": False, "step": 3, "progress": 0.42}, "some-model", Path("run"))
+    assert "stopped at 42% of the schedule; the run is in run, and the same command with --resume" in said
+    assert "--model some-model --adapter run/adapter" in said
 
 
 def test_configuration_round_trip(tmp_path) -> None:

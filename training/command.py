@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.terminal import refusing
+from selfspec.terminal import refusing, say
 
 if TYPE_CHECKING:
     from selfspec.training.trainer import Trainer
@@ -48,9 +48,32 @@ def main(
             raise ValueError("name a model and data: model=FOLDER data=ANSWERS")
         trainer = Trainer(settings)
     stop_on_signal(trainer)
-    trainer.train()
+    report = trainer.train()
+    if trainer.world.main:
+        say(ending(report, settings.model, trainer.out))
     trainer.world.close()
     return 0
+
+
+def ending(report: dict[str, Any], model: str, out: Path) -> str:
+    """What a run has left, and what to do with it, for a person.
+
+    Args:
+        report: of `Trainer.train`.
+        model: its name.
+        out: folder of the run.
+    """
+    adapter, use = out / "adapter", f'selfspec generate "..." --model {model} --adapter {out / "adapter"}'
+    if not report["finished"]:
+        return (
+            f"stopped at {report['progress']:.0%} of the schedule; the run is in {out}, and the same command with "
+            f"--resume goes on from there\nthe adapter so far is in {adapter}: {use}"
+        )
+    taus = ", ".join(f"{v['tau']:.2f} ({k})" for k, v in report["valid"].items() if isinstance(v, dict) and "tau" in v)
+    return (
+        f"trained {report['step']:,} steps{f', validation tau {taus}' if taus else ''}; the run is in {out}: "
+        f"report.json, log.jsonl\nthe adapter is in {adapter}: {use}"
+    )
 
 
 def stop_on_signal(trainer: Trainer) -> None:
