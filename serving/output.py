@@ -198,10 +198,10 @@ class Output:
             for old in (self.manifest, self.path, file, waiting):  # the manifest first: rows without it are refused
                 old.unlink(missing_ok=True)
         if self.manifest.exists():
-            old = self._recorded()
-            self._check(old)
-            if old["complete"] and self.path.exists():
-                self.complete, self.counts = True, Counter(old["rows"])
+            before = self._recorded()
+            self._check(before)
+            if before["complete"] and self.path.exists():
+                self.complete, self.counts = True, Counter(before["rows"])
                 return
         elif self.path.exists() and self.path.stat().st_size:
             raise ValueError(
