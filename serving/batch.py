@@ -196,6 +196,12 @@ def run_batch(
     opened = Output(target, recorded(model, settings, mark, ordered), ordered, overwrite, chunk)
     with resumable(opened, expected, quiet) as out:
         if out.complete:
+            found = out.counts["rows"] if mark else sum(1 for _ in rows_of(source))
+            if found != out.counts["rows"]:  # all that can be told of an input that nobody has kept
+                raise ValueError(
+                    f"{target} is complete with {out.counts['rows']:,} rows, and stdin has {found:,}; write elsewhere, "
+                    "or overwrite it"
+                )
             return {**out.counts, "resumed": out.counts["rows"], "engine": None}
         before = out.counts["rows"]
         batcher.created = out.created

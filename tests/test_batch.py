@@ -422,3 +422,16 @@ def test_the_commands_sampling_options_are_a_rows_defaults(tmp_path):
         files = tmp_path / f"{name}.jsonl", tmp_path / f"{name}-out.jsonl"
         assert tiny_chat.run("batch", *files, *argv, *more).exit_code == 0
     assert (tmp_path / "a-out.jsonl").read_text() == (tmp_path / "b-out.jsonl").read_text()
+
+
+def test_other_rows_on_stdin_are_not_taken_for_a_finished_run(model, tmp_path, monkeypatch):
+    """An output that was complete was said to be the answer to whatever came in next."""
+    rows = Path(tiny_chat.save_prompts(tmp_path / "in.jsonl", 3)).read_bytes().splitlines(keepends=True)
+
+    def piped(n):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"".join(rows[:n]))))
+        return run_batch(model, "-", tmp_path / "out.jsonl", CAP, quiet=True)["resumed"]
+
+    assert [piped(2), piped(2)] == [0, 2]
+    with pytest.raises(ValueError, match="complete with 2 rows, and stdin has 3"):
+        piped(3)
