@@ -34,9 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class SelfSpecModel:
-    """One model, loaded once: the untouched causal path verifies what its mask path drafts.
-
-    Threads may share it: their rounds take turns. `stats` are those of the call that ended last.
+    """One model, loaded once: the untouched causal path verifies what its mask path drafts. Threads take turns on it.
 
     Args:
         model: a decoder-only causal LM of transformers; nothing on it is changed.
