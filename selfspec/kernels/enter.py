@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 32  # outputs of a program
-INNER = tl.constexpr(128)  # inputs added up at a time
+COLUMNS = 8  # outputs of a program
+WIDEST = 1024  # inputs added up at a time, at most
 
 
 @triton.jit(do_not_specialize=["per_request", "masks"])
 def _enter(
     tokens, slots, embeddings, mask, weight, extra, out, per_request, masks, width,
     token_n, token_d, slot_n, slot_d, extra_n, extra_d,
-    WEIGHT: tl.constexpr, EXTRA: tl.constexpr, COLUMNS: tl.constexpr,
+    WEIGHT: tl.constexpr, EXTRA: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row."""
     row, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -52,6 +52,7 @@ def enter(
     _enter[(n * d, triton.cdiv(width, COLUMNS))](
         tokens, slots, embeddings.contiguous(), mask.contiguous(), mask if weight is None else weight,
         mask if extra is None else extra, out, d, len(mask), width, *tokens.stride(), *slots.stride(), *steps,
-        WEIGHT=weight is not None, EXTRA=extra is not None, COLUMNS=COLUMNS, num_warps=4,
+        WEIGHT=weight is not None, EXTRA=extra is not None, COLUMNS=COLUMNS,
+        INNER=min(WIDEST, triton.next_power_of_2(width)), num_warps=4,
     )  # fmt: skip
     return out
