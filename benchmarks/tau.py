@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from selfspec import SelfSpecModel
+from selfspec.backbone import Backbone
 from selfspec.prompts import encode, read
 from selfspec.session import Request
 from selfspec.stats import mean_tau, total
@@ -38,6 +39,7 @@ def main() -> None:
         args.model, args.adapter, dtype=getattr(torch, args.dtype), device=args.device
     )
     assert engine.path is not None, "no adapter"
+    packed = Backbone(engine.model, engine.path, "sdpa")  # what decodes takes no packed documents
     eos = engine.model.generation_config.eos_token_id
     ends = frozenset(eos if isinstance(eos, list) else [eos])
     out = {}
@@ -51,7 +53,7 @@ def main() -> None:
         stats = total([r.stats for r in requests])
         answers = [Answer(str(i), r.prompt, r.output) for i, r in enumerate(requests)]
         length = max(len(a) for a in answers) + 1
-        forced = evaluate(engine.backbone, Head(engine.backbone, False), answers, Batching(length, 4, 64))["known"]
+        forced = evaluate(packed, Head(packed, False), answers, Batching(length, 4, 64))["known"]
         out[Path(file).stem] = row = {
             "tau": stats.tau,
             "mean_tau": mean_tau([r.stats for r in requests]),
