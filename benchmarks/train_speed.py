@@ -37,6 +37,7 @@ VARIANTS = {  # changes to the configuration
     "large": {"rows": 24},
     "graph_wide": {"graph": True, "anchors": 192},
     "graph_large": {"graph": True, "rows": 24},
+    "grouped": {"graph": True, "attention": "grouped"},
     "flex64": {"flex": {"BLOCK_M": 64, "BLOCK_N": 64}},
     "flex128x64": {"flex": {"BLOCK_M": 128, "BLOCK_N": 64}},
     "autotune": {"compile_mode": "max-autotune-no-cudagraphs"},

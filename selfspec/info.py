@@ -79,7 +79,7 @@ def backends() -> dict[str, str]:
             found[name] = "available"
         except ValueError as error:
             found[name] = str(error)
-    for name in ("triton", "flash"):
+    for name in ("triton", "flash", "grouped"):
         if found.get(name) == "available" and not torch.cuda.is_available():
             found[name] = "installed, but there is no CUDA device"
     return found

@@ -67,6 +67,8 @@ class SelfSpecModel:
         for one in paths:
             _follow(model, one)
         self.model, self.path, self.tokenizer, self.exact = model, paths[0] if paths else None, tokenizer, exact
+        if attention == "grouped":
+            raise ValueError("attention='grouped' is for training's draft groups; decoding takes sdpa, triton or flash")
         backend, packed = attention or best(model.device, model.dtype), {}  # type: ignore[var-annotated]
         self.bodies = [Backbone(model, p, backend, verify=not i) for i, p in enumerate(paths or [None])]
         self.backbone = self.bodies[0]

@@ -37,6 +37,7 @@ class RowLayout:
         paths: [N, C, C] bool, `ancestors(parents)` where it is known already.
         seen: [N, R, R] bool, `row_to_row` of the layout, likewise.
         straight: row i stands on position start + i, so that its position is its slot.
+        group_size: rows of every group, where the draft rows are groups of one size in order.
     """
 
     positions: Tensor
@@ -53,6 +54,7 @@ class RowLayout:
     paths: Tensor | None = None
     seen: Tensor | None = None
     straight: bool = False
+    group_size: int | None = None
 
     @property
     def n_requests(self) -> int:

@@ -38,8 +38,15 @@ def test_a_model_and_its_adapter(model, adapter):
     assert found["adapter"]["parameters"] == sum(p.numel() for p in path.parameters())
     assert found["adapter"]["bytes"] > 2 * found["adapter"]["parameters"]
     assert found["adapter"]["config"]["tuning"] == "copy"
-    assert [a["name"] for a in found["shipped"]] == ["smollm2-135m-instruct"] and not found["shipped"][0]["fits"]
-    assert found["attention"]["sdpa"] == "available" and set(found["attention"]) == {"sdpa", "flex", "triton", "flash"}
+    assert [a["name"] for a in found["shipped"]] == ["smollm2-135m-instruct", "smollm2-135m-instruct-late"]
+    assert not any(a["fits"] for a in found["shipped"])
+    assert found["attention"]["sdpa"] == "available" and set(found["attention"]) == {
+        "sdpa",
+        "flex",
+        "triton",
+        "flash",
+        "grouped",
+    }
 
 
 def test_windows_are_those_that_the_layers_ask_for(tmp_path):

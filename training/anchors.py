@@ -155,6 +155,7 @@ def groups(
         key_positions=pack.positions,
         segments=rows(segments),
         key_segments=pack.segments,
+        group_size=size,
     )
     inputs = DraftRows(tokens.flatten(1), slots.repeat(at.shape[1]).expand(n, -1))
     return Groups(layout, inputs, at, labels, steps, int(hidden is None and not shift))

@@ -55,7 +55,8 @@ class TrainConfig:
         stop_after: minutes after which this call saves and ends, the schedule unfinished; 0 never does.
         seed: of everything random.
         attention: backend; "auto" is "flex" on CUDA and "sdpa" elsewhere; "flash" runs clean rows by flash-attn, and
-            draft rows by FlexAttention.
+            draft rows by FlexAttention; "grouped" runs draft rows by kernels of their own, and clean rows by
+            FlexAttention.
         compile: compile layers and losses; None does so on CUDA.
         compile_mode: of `torch.compile` ("default", "max-autotune-no-cudagraphs").
         flex: options of FlexAttention's kernels, such as `{"BLOCK_M": 64, "BLOCK_N": 64}`.

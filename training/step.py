@@ -177,6 +177,9 @@ class _Rule:
     def lengths(self):
         return self._mask
 
+    def ranges(self):
+        return self._mask
+
 
 def _layer_function(cache_name: str, kernel: dict[str, Any] | None) -> Callable:
     def run(layer, x, mask, attention, position_ids, position_embeddings, keys, values):

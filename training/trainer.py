@@ -76,7 +76,7 @@ class Trainer:
         backend = ("flex" if cuda else "sdpa") if config.attention == "auto" else config.attention
         if config.graph and not cuda:
             raise ValueError(f"graph=true captures a CUDA graph, and the device is {self.device}: leave it out")
-        if config.flex and not (compiled and backend in ("flex", "flash")):
+        if config.flex and not (compiled and backend in ("flex", "flash", "grouped")):
             raise ValueError("flex= sets options of compiled FlexAttention: use attention=flex compile=true")
 
         answers = load_answers(config.data) if answers is None else answers

@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from selfspec.rows import RowLayout, attention_rule, paths, row_to_row
 
-BACKENDS = ("sdpa", "flex", "triton", "flash")  # each a module here, imported when it is first asked for
+BACKENDS = ("sdpa", "flex", "triton", "flash", "grouped")  # each a module here, imported when it is first asked for
 NAME = "selfspec"  # this package's entry in transformers' AttentionInterface
 
 
@@ -75,7 +75,8 @@ def by_triton(name: str) -> bool:
 
 
 def stands_in(name: str, layout: RowLayout, n_keys: int) -> ModuleType:
-    """The backend of that name, or the one that runs a layout in its place: flash-attn takes long plain chains alone.
+    """The backend of that name, or the one that runs a layout in its place: flash-attn takes long plain chains alone,
+    grouped attention a training step's draft groups.
 
     Args:
         name: of the backend.
@@ -83,11 +84,11 @@ def stands_in(name: str, layout: RowLayout, n_keys: int) -> ModuleType:
         n_keys: K, length of the slot axis.
     """
     chosen = backend(name)
-    if name != "flash" or chosen.serves(layout, n_keys):
+    if name not in ("flash", "grouped") or chosen.serves(layout, n_keys):
         return chosen
     if layout.positions.device.type != "cuda":
         return backend("sdpa")
-    packed = layout.segments is not None or layout.key_positions is not None
+    packed = name == "grouped" or layout.segments is not None or layout.key_positions is not None
     return backend("flex" if packed else "triton")
 
 
@@ -149,6 +150,12 @@ class AttentionRule:
         if window not in self._blocks:
             self._blocks[window] = backend("flex").block_mask(self.layout, self.n_keys, window)
         return self._blocks[window]
+
+    def ranges(self):
+        """What the rule's groups see of the prefix (`grouped.Ranges`), built once."""
+        if self._lengths is None:
+            self._lengths = backend("grouped").ranges(self.layout)
+        return self._lengths
 
     def lengths(self):
         """How far the rule's chains reach (`flash.Lengths`), built once."""
