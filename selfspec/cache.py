@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 from selfspec.rows import RowLayout, steps
+from selfspec.transfer import onto
 
 
 @dataclass
@@ -24,7 +25,7 @@ class _Place:
 
     requests: Tensor | None = None  # [n, 1]
     slot: Tensor | None = None  # [n, R]
-    base: Tensor | None = None  # [1], the first request's slot where only the device knows it
+    base: Tensor | None = None  # [n], each request's slot where only the device knows it
     first: int = 0
     n: int = 0
     n_keys: int = 0
@@ -128,8 +129,9 @@ class KVCache:
 
         Args:
             layout: the forward.
-            first: cache slot of the layout's first request; the others follow it. A tensor [1] lets one graph serve
-                all slots; attention then gets every slot's keys and has to add it (`AttentionRule.base`).
+            first: cache slot of the layout's first request; the others follow it. A tensor [n] of all their slots
+                lets one graph serve any; attention then gets every slot's keys and has to choose
+                (`AttentionRule.base`).
             n_keys: K where the caller fixes it (a graph replays one K at many lengths): no row of a running request may
                 stand at or past it. None takes it from the lengths that the host knows.
 
@@ -154,8 +156,8 @@ class KVCache:
             )
         device = layout.positions.device
         slot = layout.positions if layout.straight else layout.start[:, None] + steps(r, device)
-        requests = steps(self.slots, device)[first : first + n, None]
-        self.place.requests, self.place.slot = requests if base is None else requests + base, slot
+        requests = steps(self.slots, device)[first : first + n] if base is None else base
+        self.place.requests, self.place.slot = requests[:, None], slot
         self.place.base, self.place.first, self.place.n, self.place.n_keys = base, first, held, n_keys
         return n_keys
 
@@ -184,7 +186,7 @@ class KVCache:
         """
         length = max((self.lengths[s] for s in sources), default=0)
         if length:
-            old, new = torch.tensor([sources, targets], device=self.stores[0].device)
+            old, new = onto([sources, targets], self.stores[0].device)
             for pool in self.pools:
                 pool[:, new, :, : length + ahead] = pool[:, old, :, : length + ahead]
         for s, t in zip(sources, targets, strict=True):

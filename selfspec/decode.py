@@ -60,7 +60,7 @@ def prefill(
         slots: of the requests.
         frame: which of them.
         counts: [n] long, positions to run of each, from its start on; at most width.
-        base: [1] long, slot of the first request, instead of the frame's; see `KVCache.bind`.
+        base: [n] long, slots of the requests, instead of the frame's; see `KVCache.bind`.
         width: rows of the forward.
 
     Returns:
@@ -68,8 +68,7 @@ def prefill(
     """
     start, text = slots.start[frame.span], slots.text[frame.span]
     if base is not None:
-        which = base + torch.arange(frame.n, device=base.device)
-        start, text = slots.start[which], slots.text[which]
+        start, text = slots.start[base], slots.text[base]
     at = start[:, None] + torch.arange(width, device=start.device)
     ids = text.gather(1, at.clamp(max=text.shape[1] - 1))
     first = frame.first if base is None else base

@@ -42,6 +42,7 @@ def book(requests: list[Request], clock: Clock) -> float:
     """Share a round's time out among its requests. Returns its seconds."""
     laps = clock.read()
     for name, seconds in laps.items():
+        share = seconds / len(requests)
         for r in requests:
-            r.stats.seconds[name] += seconds / len(requests)  # type: ignore[assignment]
+            r.stats.seconds[name] += share  # type: ignore[assignment]
     return sum(laps.values())

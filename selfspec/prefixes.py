@@ -53,8 +53,12 @@ class Prefixes:
             Committed positions of the slot now.
         """
         have, best, donor = self.cache.lengths[slot], 0, slot
-        for other, r in enumerate(requests if self.reuse else ()):
-            held = self._held[other] if r is None else (r.prompt + r.output)[: self.cache.lengths[other]]
+        head = text[:WORTH]
+        for other, r in enumerate(requests if self.reuse and len(text) > have + WORTH else ()):
+            held = self._held[other] if r is None else r.prompt
+            if len(held) >= WORTH and held[:WORTH] != head:  # of most of them this is all that is read
+                continue
+            held = held if r is None else (r.prompt + r.output)[: self.cache.lengths[other]]
             length = min(_common(held, text), len(text) - 1)
             if other != slot and length > best:
                 best, donor = length, other

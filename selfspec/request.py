@@ -35,6 +35,7 @@ class Request:
         logits: [1, V] logits of each emitted token, if they are kept.
         device: where its text is kept for processors and criteria; its session says.
         drawn: the session's verifier draws whole paths, whatever the processors; likewise.
+        plain: its tokens are taken as they come: neither lazy, nor with criteria, nor with scores to keep; likewise.
         slot: the cache slot that it holds in its session.
         past: keys and values of a text that it continues; once it has ended, its own if `keep_past` says so.
         keep_past: keep them.
@@ -53,6 +54,7 @@ class Request:
     logits: list[Tensor] = field(default_factory=list)
     device: torch.device | None = None
     drawn: bool = False
+    plain: bool = False
     slot: int | None = None
     past: PastText | None = None
     keep_past: bool = False
@@ -94,10 +96,10 @@ class Request:
 
         What was chosen one by one has been taken already.
         """
-        if self.lazy:
+        if not self.plain and self.lazy:
             kept, self._fresh = self._fresh, []
             return kept
-        if self.criteria or self.keeps:
+        if not self.plain and (self.criteria or self.keeps):
             kept = []
             for i, token in enumerate(tokens):
                 if self.finish_reason is None:
@@ -107,8 +109,8 @@ class Request:
             self._seen = None
             return kept
         kept = tokens[: self.max_new_tokens - len(self.output)]
-        end = next((i for i, t in enumerate(kept) if t in self.eos), None)
-        if end is not None:
+        if not self.eos.isdisjoint(kept):
+            end = next(i for i, t in enumerate(kept) if t in self.eos)
             kept, self.finish_reason = kept[: end + 1], "stop"
         self.output += kept
         if self.finish_reason is None and len(self.output) >= self.max_new_tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from selfspec.clock import Clock
 from selfspec.decode import Frame
 from selfspec.flights import Flight, book, sent
 from selfspec.graphs import Graphs, capturable
-from selfspec.joining import Joining, goal
+from selfspec.joining import Door, Joining, goal, slot_of
 from selfspec.memory import tail_rows
 from selfspec.past import PastText
 from selfspec.plan import Plan
@@ -24,12 +24,28 @@ from selfspec.prefixes import Prefixes
 from selfspec.request import Request
 from selfspec.rounds import Rounds, plainly, verifier_of
 from selfspec.slots import Slots
+from selfspec.transfer import onto
 from selfspec.turns import in_turn
 
 __all__ = ["Request", "Session"]
 
 IDLE = Request([0], 1)  # in the place of nobody
 KEYS = 256  # the smallest K of a graph; the others are its doubles
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Who stands where in the next round; it changes only as requests join and leave.
+
+    Attributes:
+        requests: of its rows; None idles along.
+        running: those that do not.
+        key: what a captured round of them is valid for; None where the host has to look, or they differ.
+    """
+
+    requests: list[Request | None]
+    running: list[Request]
+    key: Hashable | None
 
 
 class Session:
@@ -74,9 +90,11 @@ class Session:
             graphs = Graphs(backbone.device, graphs and capturable(backbone.config))
         self.graphs = graphs
         self.prefixes = Prefixes(self.cache, reuse)
+        self.door = Door()
         self.queue = Joining(backbone, self.cache, self.slots, self.prefixes, self.graphs)
         self.rounds = Rounds(bodies, self.cache, self.slots, self.chooser, self.graphs.enabled)
         self.requests: list[Request | None] = [None] * slots  # by slot
+        self._rows: Rows | None = None  # of the next round, while nobody joins or leaves
         self._flights: deque[Flight] = deque()
         self._landed: list[tuple[Request, list[int]]] = []  # read between steps
         self._saved: Plan | None = None  # the overlapped plan whose drafts all requests have, or know to lack
@@ -100,6 +118,7 @@ class Session:
             longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
             self.slots.save_drafts(longest - 1, self.backbone.vocab_size)
         self.policy, self._saved = policy, None
+        self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns
 
     def suits(self, policy: Policy, capacity: int, verify: str) -> bool:
         """Whether other plans and texts of this length fit."""
@@ -129,7 +148,16 @@ class Session:
     @property
     def free(self) -> int:
         """Requests that may still be added."""
-        return self.limit - len(self.active)
+        return self.limit - self.taken
+
+    @property
+    def taken(self) -> int:
+        """Requests that hold a slot."""
+        return len(self.requests) - self.requests.count(None)
+
+    def room(self, waiting: int) -> int:
+        """How many of so many that wait to add now: none while it is better to wait for further slots, see `Door`."""
+        return self.door.admit(self.limit, self.free, waiting)
 
     @in_turn
     def add(self, requests: list[Request]) -> None:
@@ -141,14 +169,16 @@ class Session:
         for r in requests:
             self.check(r)
         if len(requests) > self.free:
-            taken = f"{len(self.active)} of {self.limit} slots are taken"
+            taken = f"{self.taken} of {self.limit} slots are taken"
             raise ValueError(f"{taken}; {len(requests)} more do not fit")
         for r in requests:
             r.device, r.drawn = self.backbone.device, self.chooser.draws
+            r.plain = not (r.lazy or r.criteria or r.keeps)
             text = r.prompt + r.output
             r.slot = self.prefixes.place([i for i, x in enumerate(self.requests) if x is None], text[: goal(r)])
             self.requests[r.slot] = r
             self.joining.append(r)
+            self._rows = None
             if r.past is not None and not r.output:
                 r.past.load(self.cache, r.slot, r.prompt)
             seed = 0 if r.sampling is None else r.sampling.seed
@@ -217,7 +247,7 @@ class Session:
             What each request emitted. Those that ended have left their slots, also one whose own processor or
             criterion raised: it holds the exception as `failure`, and the others go on.
         """
-        if len(self.active) > len(self.joining) or self._flights:
+        if self.taken > len(self.joining) or self._flights:
             self._round()
         if self.joining:
             self._chunk()
@@ -226,15 +256,13 @@ class Session:
 
     def _round(self) -> None:
         """Start a round, or two when none is on its way, and read the oldest."""
-        _, requests = self._rows()
-        key = self._key(requests)
-        ahead = self.graphs.enabled and key is not None
+        ahead = self.graphs.enabled and self._arranged().key is not None
         while self._flights and (not ahead or self._rounds_ahead() > 1):  # what the host chooses waits for all of them
             self._land()
         if self._unfinished():
-            self._start(*self._rows(), key)
+            self._start()
             if ahead and self._rounds_ahead() == 1 and self._unfinished():
-                self._start(*self._rows(), key)
+                self._start()
         if self._flights:
             self._land()
 
@@ -245,34 +273,44 @@ class Session:
     def _unfinished(self) -> bool:
         """Whether some request goes on even if all that is on its way is accepted."""
         reach = sum(f.reach for f in self._flights)
-        return any(r.max_new_tokens - len(r.output) > reach for r in self.active if r not in self.joining)
+        return any(r.max_new_tokens - len(r.output) > reach for r in self._arranged().running)
 
-    def _rows(self) -> tuple[int, list[Request | None]]:
-        """The requests of the next round's rows, gaps closed where that makes the forward smaller. None idles along."""
-        used = [i for i, r in enumerate(self.requests) if r is not None]
-        n = self._bucket(len(used))
-        movers = [i for i in used if i >= n]
-        if movers:
-            holes = [i for i in range(n) if self.requests[i] is None][: len(movers)]
-            self.cache.move(movers, holes, sum(f.reach for f in self._flights))
-            self.slots.move(movers, holes)
-            self.prefixes.move(movers, holes)
-            for old, new in zip(movers, holes):
-                self.requests[new], self.requests[old] = self.requests[old], None
-                self.requests[new].slot = new  # type: ignore[union-attr]
-                self.slots.left[old] = 0
-        return n, [None if r in self.joining else r for r in self.requests[:n]]
+    def _arranged(self) -> Rows:
+        """The next round's rows, gaps closed where that makes the forward smaller."""
+        if self._rows is None:
+            used = [i for i, r in enumerate(self.requests) if r is not None]
+            n = self._bucket(len(used))
+            movers = [i for i in used if i >= n]
+            if movers:
+                self._move(movers, [i for i in range(n) if self.requests[i] is None][: len(movers)])
+            rows = [None if r in self.joining else r for r in self.requests[:n]]
+            running = [r for r in rows if r is not None]
+            keys = {graph_key([r]) for r in running}
+            key = (self.chooser.verify, *keys) if len(keys) == 1 and None not in keys else None
+            self._rows = Rows(rows, running, key)
+        return self._rows
 
-    def _start(self, n: int, requests: list[Request | None], key: Hashable | None) -> None:
-        """Start one round of the first n slots; with a key it needs no look of the host."""
-        running = [r for r in requests if r is not None]
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Take requests to other slots."""
+        self.cache.move(sources, targets, sum(f.reach for f in self._flights))
+        self.slots.move(sources, targets)
+        self.prefixes.move(sources, targets)
+        for old, new in zip(sources, targets):
+            self.requests[new], self.requests[old] = self.requests[old], None
+            self.requests[new].slot = new  # type: ignore[union-attr]
+            self.slots.left[old] = 0
+
+    def _start(self) -> None:
+        """Start one round of the first slots; with a key it needs no look of the host."""
+        rows = self._arranged()
+        requests, running, key, n = rows.requests, rows.running, rows.key, len(rows.requests)
         assignment = self._plan(running)
         plan, clock = assignment.plan, Clock(self.backbone.device)
         size = plan.block_size
         if not self.graphs.enabled:  # a graph has one shape; elsewhere rows cost, and nobody can take more
             size = min(size, max(r.max_new_tokens - len(r.output) for r in running))
         redraft = plan != self._saved
-        frame = self._frame(0, n, plan.rows)
+        frame = self._frame(range(n), plan.rows)
         idle = IDLE if key is None else running[0]  # chosen for like any other, and kept by nobody
         play = partial(self.rounds.play, plan, frame, size, redraft, [r or idle for r in requests])
         full, warm = ("round", frame, plan, redraft, key), not self.graphs.enabled
@@ -293,11 +331,12 @@ class Session:
 
     def _plan(self, running: list[Request]) -> Assignment:
         """What the policy wants for the next round, which is one for all."""
-        reach, views = sum(f.reach for f in self._flights), []
-        for r in running:
-            length = self.cache.lengths[r.slot]  # type: ignore[index]
-            left = max(1, r.max_new_tokens - len(r.output) - reach)
-            views.append(View(r, length, left, saved=self._saved is not None))
+        if not self._asks:
+            return Assignment((), self.policy.plans[0])
+        reach, lengths, saved = sum(f.reach for f in self._flights), self.cache.lengths, self._saved is not None
+        views = [
+            View(r, lengths[slot_of(r)], max(1, r.max_new_tokens - len(r.output) - reach), saved) for r in running
+        ]
         assignments = self.policy.round(views)
         if len(assignments) != 1:
             raise ValueError(
@@ -314,48 +353,53 @@ class Session:
         flight = self._flights.popleft()
         if flight.arrived is not None:
             flight.arrived.synchronize()
-        # who has left since; one whose tokens are chosen one by one may have ended already, and still has to leave
-        running = [r for r in flight.requests if r is not None and r.slot is not None]
-        emitted: dict[int, int] = {}
-        saved: dict[int, bool] = {}
-        for r, (count, *tokens, ready) in zip(flight.requests, flight.result.tolist(), strict=True):
-            if r is None or r.slot is None:
+        planned, lengths = flight.assignment, self.cache.lengths
+        ended: list[Request] = []  # one whose tokens are chosen one by one may have ended already, and has to leave too
+        emitted: list[int] = []
+        saved: list[bool] = []
+        drafted: set[int] = set()
+        for r, row in zip(flight.requests, flight.result.tolist(), strict=True):
+            if r is None or r.slot is None:  # who has left since
                 continue
-            kept = r.take(tokens[:count])
+            count = row[0]
+            kept = r.take(row[1 : 1 + count])
             self._landed.append((r, kept))
-            if flight.assignment is None:
+            if r.finish_reason is not None:
+                ended.append(r)
+            if planned is None:
                 continue
-            self.cache.commit([count], r.slot)
+            lengths[r.slot] += count
             if r.failure is not None and not kept:  # it emitted nothing: no round of its own
                 continue
             r.stats.count(len(kept))
-            r.stats.saved += ready
-            emitted[id(r)], saved[id(r)] = len(kept), bool(ready)
+            emitted.append(len(kept))
+            saved.append(bool(row[-1]))
+            if row[-1]:
+                r.stats.saved += 1
+                drafted.add(id(r))
         seconds = book(flight.ran, flight.clock)
-        planned = flight.assignment
-        if planned is not None and len(emitted) == len(planned.views):  # nobody has left since
-            keys = [id(v.key) for v in planned.views]
-            ended = [v.key.finish_reason is not None for v in planned.views]  # type: ignore[attr-defined]
-            known = tuple(replace(v, saved=s, missed=v.saved and not s) for v, s in self._found(planned))
-            outcome = [emitted[k] for k in keys], seconds, ended, [saved[k] for k in keys]
-            self.policy.observe(Assignment(known, planned.plan), *outcome, cold=not flight.warm)
         if planned is not None:
-            self._drafted = {k for k, s in saved.items() if s}
-        for r in running:
-            if r.finish_reason is not None:
-                self._leave(r)
+            if planned.views and len(emitted) == len(planned.views):  # nobody has left since
+                gone = [r.finish_reason is not None for r in flight.ran]
+                known = Assignment(tuple(map(self._found, planned.views)), planned.plan)
+                self.policy.observe(known, emitted, seconds, gone, saved, cold=not flight.warm)
+            self._drafted = drafted
+        for r in ended:
+            self._leave(r)
 
-    def _found(self, planned: Assignment) -> Iterator[tuple[View, bool]]:
-        """The views of a round, and whether a saved draft was really there; when it started, nobody knew."""
-        return ((v, v.saved and id(v.key) in self._drafted) for v in planned.views)
+    def _found(self, view: View) -> View:
+        """A request's view of a round; whether a saved draft was really there nobody knew when it started."""
+        return view if not view.saved or id(view.key) in self._drafted else replace(view, saved=False, missed=True)
 
     def _chunk(self) -> None:
         """Prefill the next positions of the first that join, and choose the first tokens of those that are through."""
         clock = Clock(self.backbone.device)
         run, through, new, tokens = self.queue.chunk(self.requests, self._frame, self.chooser)
-        for r in through:
-            self.slots.left[r.slot] = r.max_new_tokens - max(1, len(r.output))  # what is new has its first token
-            self._saved = None
+        if through:  # what is new has its first token
+            left = [r.max_new_tokens - max(1, len(r.output)) for r in through]
+            which, budget = onto([[slot_of(r) for r in through], left], self.slots.left.device)
+            self.slots.left[which] = budget
+            self._saved = self._rows = None
         for r, count in run:
             r.stats.prompt_tokens += count
         one = torch.ones_like(tokens)
@@ -368,18 +412,14 @@ class Session:
 
     # ---- small parts
 
-    def _key(self, requests: list[Request | None]) -> Hashable | None:
-        """What a captured round of these requests is valid for; None where the host has to look, or they differ."""
-        keys = {graph_key([r]) for r in requests if r is not None}
-        return (self.chooser.verify, *keys) if len(keys) == 1 and None not in keys else None
-
     def _leave(self, request: Request) -> None:
         """Free a request's slot."""
         slot, request.slot = request.slot, None
         assert slot is not None
         if request.keep_past and request.finish_reason is not None and request.failure is None:
             request.past = PastText.of(self.cache, slot, request.prompt + request.output, self.backbone.embeddings)
-        self.requests[slot] = None
+        self.requests[slot] = self._rows = None
+        self.door.left(request.stats.rounds)
         self.slots.left[slot] = 0
         if request in self.joining:
             self.joining.remove(request)
@@ -390,11 +430,11 @@ class Session:
         """Rows of the smallest forward that holds n requests: a graph's are powers of two."""
         return min(1 << (n - 1).bit_length(), len(self.requests)) if self.graphs.enabled and n else n
 
-    def _frame(self, first: int, n: int, n_rows: int) -> Frame:
-        """The next forward's requests, and as many keys as its graph reads."""
+    def _frame(self, places: Sequence[int], n_rows: int) -> Frame:
+        """The next forward's requests, in neighbouring slots or by their numbers, and as many keys as its graph reads."""
         if not self.graphs.enabled:
-            return Frame(first, n)
-        longest = max(self.cache.lengths[s] for s in range(first, first + n) if self.requests[s] is not None)
+            return Frame(places[0], len(places))
+        longest = max(self.cache.lengths[s] for s in places if self.requests[s] is not None)
         n_keys = longest + sum(f.reach for f in self._flights) + n_rows
         bucket = KEYS << max(0, (n_keys - 1) // KEYS).bit_length()
-        return Frame(first, n, min(bucket, self.cache.capacity + self.cache.tail))
+        return Frame(places[0], len(places), min(bucket, self.cache.capacity + self.cache.tail))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from selfspec.draft.lookup import LONGEST
 from selfspec.nodes import Text
+from selfspec.transfer import onto
 
 
 class Slots:
@@ -57,6 +58,10 @@ class Slots:
         """What choosing a token needs to know of the first n requests."""
         return Text(self.text[:n], self.prompt[:n], self.seed[:n])
 
+    def of(self, which: Tensor) -> Text:
+        """Likewise of some requests. which: [m] long"""
+        return Text(self.text[which], self.prompt[which], self.seed[which])
+
     def put(self, slot: int, text: list[int], start: int, prompt: int, seed: int) -> None:
         """Take in a request that no round advances yet.
 
@@ -67,12 +72,12 @@ class Slots:
             prompt: tokens of the prompt.
             seed: of sampling.
         """
-        self.text[slot, : len(text)] = torch.tensor(text, device=self.text.device)
+        self.text[slot, : len(text)] = onto(text, self.text.device)
         self.start[slot], self.left[slot], self.prompt[slot], self.seed[slot] = start, 0, prompt, seed
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows to other places, over what stood there; no slot may be in both lists."""
-        old, new = torch.tensor([sources, targets], device=self.text.device)
+        old, new = onto([sources, targets], self.text.device)
         for t in (self.text, self.start, self.left, self.prompt, self.seed, self.features, self.saved, self.ready):
             if t is not None:
                 t[new] = t[old]

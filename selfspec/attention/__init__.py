@@ -104,7 +104,7 @@ class AttentionRule:
     Attributes:
         backend: module that runs this layout.
         window: stands in for the window that a layer asks for, where its model says so in the mask alone.
-        base: [1] long, slot of the first request, where keys and values are those of all slots (`by_triton` only).
+        base: [N] long, each request's slot, where keys and values are those of all slots (`by_triton` only).
         kernel: options of FlexAttention's kernels, or None.
     """
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from selfspec.rows import RowLayout, steps
+from selfspec.rows import RowLayout
 
 try:
     from flash_attn.cute import flash_attn_varlen_func
@@ -105,8 +105,8 @@ def attention(
     n, _, r, _ = query.shape
     used, ends = rule.lengths()
     if rule.base is not None:  # keys of all slots, and only the device knows which: a copy, small beside the products
-        which = rule.base + steps(n, query.device)
-        key, value = key.index_select(0, which), value.index_select(0, which)
+        key, value = key.index_select(0, rule.base), value.index_select(0, rule.base)
+        used = None if used is None else used.clamp(max=key.shape[2])  # of those that only fill the batch
     rows = [x.transpose(1, 2) for x in (query, key, value)]  # each [N, R or K, heads, D]
     if ends is not None:
         rows = [x.flatten(0, 1) for x in rows]

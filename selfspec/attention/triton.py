@@ -37,7 +37,7 @@ def _partial(
     n, hk = (pid // HKV).to(tl.int64), (pid % HKV).to(tl.int64)
     kv = n
     if BASE:
-        kv += tl.load(base)
+        kv = tl.load(base + n)
     first = tl.load(start + n).to(tl.int32)
     m = (item // n_splits) * BLOCK_M + tl.arange(0, BLOCK_M)  # rows of the group's heads, one after another
     live = m < n_draw
