@@ -152,8 +152,8 @@ class Arena:
             session.limit = slots
             try:
                 while out.tokens < tokens:
-                    if session.free:
-                        session.add([Request(next(queue), self.cap, self.eos) for _ in range(session.free)])
+                    if n := session.room(slots + 1):  # the queue has no end
+                        session.add([Request(next(queue), self.cap, self.eos) for _ in range(n)])
                     emitted = session.step()
                     now = time.perf_counter()
                     for r, new in emitted:

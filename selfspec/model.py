@@ -284,7 +284,8 @@ class SelfSpecModel:
     def _decode(self, session: Session, waiting: list[Request]) -> Iterator[list[tuple[Request, list[int]]]]:
         try:
             while waiting or session.active:
-                batch, waiting = waiting[: session.free], waiting[session.free :]
+                n = session.room(len(waiting))
+                batch, waiting = waiting[:n], waiting[n:]
                 session.add(batch)
                 emitted = session.step()
                 for failure in (r.failure for r, _ in emitted if r.failure is not None):

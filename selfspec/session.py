@@ -155,9 +155,12 @@ class Session:
         """Requests that hold a slot."""
         return len(self.requests) - self.requests.count(None)
 
-    def room(self, waiting: int) -> int:
-        """How many of so many that wait to add now: none while it is better to wait for further slots, see `Door`."""
-        return self.door.admit(self.limit, self.free, waiting)
+    def room(self, waiting: int, most: int | None = None) -> int:
+        """How many of so many that wait to add now, `most` at most: none while it is better that further slots come free.
+
+        See `Door`.
+        """
+        return self.door.admit(self.limit, self.free if most is None else min(self.free, most), waiting)
 
     @in_turn
     def add(self, requests: list[Request]) -> None:

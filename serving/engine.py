@@ -270,12 +270,21 @@ class Engine:
         events = self._shrink()
         self._arrange()
         for lane in sorted(self.lanes.values(), key=lambda lane: lane.capacity):
-            while lane.free and len(self.running) < self.slots and (ticket := self._next(lane)):
+            room = self._wanted(lane)
+            while room and lane.free and len(self.running) < self.slots and (ticket := self._next(lane)):
                 events += self._start(ticket, lane)
         for head in self._heads():  # only those of higher priority than something that runs get any further
             while (ticket := self._head(head.length)) and (room := self._room(ticket)):
                 events += self._start(ticket, room)
         return events
+
+    def _wanted(self, lane: Lane) -> bool:
+        """Whether a lane takes in requests now; who goes before one that runs does not wait for others (see `Door`)."""
+        waiting = sum(n for c, n in self._waiting.items() if c <= lane.capacity)
+        if lane.room(waiting, self.slots - len(self.running)):
+            return True
+        head = self._next(lane) if waiting else None
+        return head is not None and any(t.priority < head.priority for t in self.running.values())
 
     def _next(self, lane: Lane) -> Ticket | None:
         """Who gets a free slot: its own class, or a shorter one without a lane; else any shorter one."""
@@ -292,9 +301,9 @@ class Engine:
         if ticket.alone or not lanes:
             return None
         free = next((lane for lane in lanes if lane.free), None)
-        holders = [t for t in self.running.values() if free is not None or t.lane in lanes]
-        victim = max(holders, default=None)
-        if victim is None or victim.priority >= ticket.priority or victim.alone:
+        lower = [t for t in self.running.values() if t.priority < ticket.priority]  # at most times nobody
+        victim = max((t for t in lower if free is not None or t.lane in lanes), default=None)
+        if victim is None or victim.alone:
             return None
         room = free if free is not None else victim.lane
         self._release(victim)
@@ -317,7 +326,7 @@ class Engine:
     # ---- rounds
 
     def _round(self, lane: Lane) -> list[Event]:
-        tickets = [self.running[r] for r in lane.running]
+        tickets = [self.running[r] for r in lane.running]  # those that end leave the lane
         try:
             lane.step()
         except torch.OutOfMemoryError:
@@ -332,14 +341,14 @@ class Engine:
             for ticket in unfinished:
                 ticket.alone = True
                 self._requeue(ticket)
-        return [event for t in tickets if (event := self._news(t)) is not None]
-
-    def _news(self, ticket: Ticket) -> Event | None:
-        """What a round did for a request."""
-        if ticket.request.finish_reason is not None:
-            return self._finished(ticket)
-        tokens = self._fresh(ticket)
-        return Event(ticket, tokens) if tokens else None
+        events = []
+        for ticket in tickets:
+            request = ticket.request
+            if request.finish_reason is not None:
+                events.append(self._finished(ticket))
+            elif len(request.output) > ticket.seen:
+                events.append(Event(ticket, self._fresh(ticket)))
+        return events
 
     def _finished(self, ticket: Ticket) -> Event:
         """The end that its session has found."""

@@ -57,6 +57,10 @@ class Lane:
         """Slots that `add` may take."""
         return self.slots - len(self.running)
 
+    def room(self, waiting: int, most: int) -> int:
+        """How many of so many that wait to add now, `most` at most; see `Session.room`."""
+        return self.open.room(waiting, most)
+
     def add(self, request: Request) -> None:
         """Give a request a slot; one that was released goes on where it was.
 

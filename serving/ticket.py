@@ -43,7 +43,7 @@ class Ticket:
         return (-self.priority, self.seq) < (-other.priority, other.seq)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Event:
     """New tokens of a request, its end, or both."""
 
