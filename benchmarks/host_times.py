@@ -1,11 +1,10 @@
-"""What the host spends on each token, round and joining request, apart from the forwards: a tiny model on the CPU.
+"""What the host spends on each token and round, apart from forwards: none runs, and a CPU does.
 
 python benchmarks/host_times.py --json benchmarks/host_times_cpu.json
 
-Forwards run where a GPU would replay its graphs, and their time is taken out: what remains is what a GPU may have to
-wait for. `steady` decodes as many requests as there are slots, all alike, and looks at nothing but rounds; `mixed` runs
-four times as many with caps of all kinds, so that requests end and join all the time. As on a GPU, rounds are started
-ahead of what is read.
+Where a GPU would replay a graph of a round or a prefill, its answer is made up, so all that is left is what a GPU may
+have to wait for. `steady` decodes as many requests as there are slots, all alike; `mixed` runs four times as many with
+caps of all kinds, so that requests end and join all the time. Times are of the thread, whatever else the machine does.
 """
 
 import argparse
@@ -25,13 +24,13 @@ from selfspec.graphs import Graphs
 from selfspec.serving.engine import Engine
 from selfspec.session import Request, Session
 
-CAPACITY = 1024
+CAPACITY, HIDDEN = 1024, 16
 
 
-class Apart(Graphs):
-    """Graphs as far as a session can tell; what they do is timed."""
+class Made(Graphs):
+    """Graphs as far as a session can tell; whatever they are asked, they answer the same."""
 
-    forwards, seconds = 0, 0.0
+    prefills = rounds = 0
 
     def __init__(self, device: torch.device, *_: Any):
         super().__init__(device)
@@ -41,17 +40,18 @@ class Apart(Graphs):
         return True
 
     def __call__(self, key: Any, fn: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-        began = time.perf_counter()
-        out = fn(*inputs)
-        Apart.seconds += time.perf_counter() - began
-        Apart.forwards += 1
-        return out
+        kind, frame, what = key[:3]
+        if kind == "prefill":
+            Made.prefills += 1
+            return torch.zeros(frame.n, HIDDEN), None
+        Made.rounds += 1
+        return torch.full((frame.n, 2 + what.block_size), 1 + what.block_size // 2)
 
 
 def tiny() -> SelfSpecModel:
     """A random Llama of one layer with a random adapter."""
     torch.manual_seed(0)
-    shape = dict(vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    shape = dict(vocab_size=128, hidden_size=HIDDEN, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
     config = LlamaConfig(**shape, num_key_value_heads=1, max_position_embeddings=CAPACITY, initializer_range=0.3)
     model = LlamaForCausalLM(config).eval()
     return SelfSpecModel(model, MaskPathModel(model, MaskPathConfig(block_size=4, entry=0, layouts=("known",))))
@@ -63,8 +63,8 @@ def by_session(model: SelfSpecModel, mode: str, slots: int) -> Callable[[list[Re
 
     def run(waiting: list[Request]) -> Iterator[None]:
         while waiting or session.active:
-            if waiting and session.free:
-                batch, waiting = waiting[: session.free], waiting[session.free :]
+            if n := session.room(len(waiting)):
+                batch, waiting = waiting[:n], waiting[n:]
                 session.add(batch)
             session.step()
             yield
@@ -95,7 +95,7 @@ def measure(model: SelfSpecModel, who: str, mode: str, slots: int, load: str, to
     step = WHO[who](model, mode, slots)
 
     def asked(n: int) -> list[Request]:
-        caps = [tokens if load == "steady" else draw.choice([8, 16, 32, tokens]) for _ in range(n)]
+        caps = [tokens if load == "steady" else draw.choice([tokens // 4, tokens // 2, tokens]) for _ in range(n)]
         return [Request([draw.randrange(128) for _ in range(draw.randint(4, 60))], c) for c in caps]
 
     for _ in step(asked(2)):
@@ -105,18 +105,20 @@ def measure(model: SelfSpecModel, who: str, mode: str, slots: int, load: str, to
     if load == "steady":  # until everybody has joined
         while not all(r.output for r in requests):
             next(running)
-    count = lambda: (sum(len(r.output) for r in requests), sum(r.stats.rounds for r in requests))  # noqa: E731
-    (emitted, shares), forwards, inside, steps, began = count(), Apart.forwards, Apart.seconds, 0, time.perf_counter()
+
+    def emitted() -> int:
+        return sum(len(r.output) for r in requests)
+
+    tokens, prefills, rounds, began = emitted(), Made.prefills, Made.rounds, time.thread_time()
     for _ in running:
-        steps += 1
         if load == "steady" and any(r.finish_reason for r in requests):
             break
-    seconds, inside = time.perf_counter() - began, Apart.seconds - inside
+    seconds = time.thread_time() - began
     running.close()
-    emitted, shares, host = count()[0] - emitted, count()[1] - shares, seconds - inside
-    row = dict(who=who, mode=mode, slots=slots, load=load, tokens=emitted, steps=steps)
-    row |= dict(forwards=Apart.forwards - forwards, host_seconds=host, forward_seconds=inside)
-    return row | dict(us_per_token=1e6 * host / emitted, us_per_step=1e6 * host / steps, tau=emitted / max(shares, 1))
+    tokens, rounds = emitted() - tokens, Made.rounds - rounds
+    row = dict(who=who, mode=mode, slots=slots, load=load, tokens=tokens, rounds=rounds, seconds=seconds)
+    row |= dict(prefills=Made.prefills - prefills, us_per_token=1e6 * seconds / tokens)
+    return row | dict(us_per_round=1e6 * seconds / rounds)
 
 
 def main() -> None:
@@ -124,14 +126,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", default="64,128,256")
     parser.add_argument("--modes", default="ar,sequential")
-    parser.add_argument("--tokens", type=int, default=64, help="of a request, at most")
+    parser.add_argument("--tokens", type=int, default=128, help="of a request, at most")
     parser.add_argument("--repeats", type=int, default=3, help="of which the best counts")
     parser.add_argument("--json")
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, rows = tiny(), []
-    print(f"{'who':8} {'mode':11} {'load':7} {'slots':>5} {'us/token':>9} {'us/step':>8} {'forwards':>8}")
-    with mock.patch("selfspec.session.Graphs", Apart):
+    print(f"{'who':8} {'mode':11} {'load':7} {'slots':>5} {'us/token':>9} {'us/round':>8} {'prefills':>8}")
+    triton = mock.patch("selfspec.joining.by_triton", lambda name: True)  # as on a GPU, for which no backend is asked
+    with mock.patch("selfspec.session.Graphs", Made), triton:
         for mode in args.modes.split(","):
             for load in ("steady", "mixed"):
                 for slots in map(int, args.slots.split(",")):
@@ -141,7 +144,7 @@ def main() -> None:
                         rows.append(row)
                         print(
                             f"{who:8} {mode:11} {load:7} {slots:5} {row['us_per_token']:9.2f} "
-                            f"{row['us_per_step']:8.0f} {row['forwards']:8}",
+                            f"{row['us_per_round']:8.0f} {row['prefills']:8}",
                             flush=True,
                         )
     if args.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -156,11 +156,12 @@ class Session:
         return len(self.requests) - self.requests.count(None)
 
     def room(self, waiting: int, most: int | None = None) -> int:
-        """How many of so many that wait to add now, `most` at most: none while it is better that further slots come free.
+        """How many of so many that wait to add now, `most` at most; none while it is better to let others come free.
 
-        See `Door`.
+        See `Door`. Where slots have to be neighbours for a common prefill, nothing would be gained by waiting.
         """
-        return self.door.admit(self.limit, self.free if most is None else min(self.free, most), waiting)
+        free = self.free if most is None else min(self.free, most)
+        return self.door.admit(self.limit, free, waiting) if self.queue.anywhere else min(free, waiting)
 
     @in_turn
     def add(self, requests: list[Request]) -> None:
@@ -337,9 +338,7 @@ class Session:
         if not self._asks:
             return Assignment((), self.policy.plans[0])
         reach, lengths, saved = sum(f.reach for f in self._flights), self.cache.lengths, self._saved is not None
-        views = [
-            View(r, lengths[slot_of(r)], max(1, r.max_new_tokens - len(r.output) - reach), saved) for r in running
-        ]
+        views = [View(r, lengths[slot_of(r)], max(1, r.max_new_tokens - len(r.output) - reach), saved) for r in running]
         assignments = self.policy.round(views)
         if len(assignments) != 1:
             raise ValueError(
@@ -434,7 +433,7 @@ class Session:
         return min(1 << (n - 1).bit_length(), len(self.requests)) if self.graphs.enabled and n else n
 
     def _frame(self, places: Sequence[int], n_rows: int) -> Frame:
-        """The next forward's requests, in neighbouring slots or by their numbers, and as many keys as its graph reads."""
+        """The next forward's requests, whose first slot counts if they are neighbours, and K of its graph."""
         if not self.graphs.enabled:
             return Frame(places[0], len(places))
         longest = max(self.cache.lengths[s] for s in places if self.requests[s] is not None)

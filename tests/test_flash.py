@@ -172,8 +172,21 @@ def test_the_first_slot_may_be_known_to_the_device_alone(flash):
     q, k, v = tensors(layout, 11, held=4)
     want = AttentionRule(layout, 11).run(q, k[1:3], v[1:3], None, 0.3, None, None)
     rule = AttentionRule(layout, 11, "flash")
-    rule.base = torch.tensor([1])
+    rule.base = torch.tensor([1, 2])
     torch.testing.assert_close(rule.run(q, k, v, None, 0.3, None, None), want)
+
+
+def test_requests_may_stand_in_any_slots_and_one_that_fills_the_batch_reads_no_further_than_the_keys(flash):
+    layout = rows.chain(torch.tensor([5, 0, 9]), 6)  # the last one's rows stand behind the 11 keys
+    q, k, v = tensors(layout, 11, held=4)
+    which = torch.tensor([3, 0, 2])
+    rule = AttentionRule(layout, 11, "flash")
+    rule.base = which
+    ours = rule.run(q, k, v, None, 0.3, None, None)
+    two = rows.chain(torch.tensor([5, 0]), 6)
+    want = AttentionRule(two, 11).run(q[:2], k[which[:2]], v[which[:2]], None, 0.3, None, None)
+    torch.testing.assert_close(ours[:2], want)
+    assert int(rule.lengths().used.max()) == 15 and ours.isfinite().all()
 
 
 START = torch.tensor([7, 4])
@@ -360,7 +373,7 @@ def test_the_library_is_as_near_to_float64_as_torch_is(window, softcap, sinks, h
         )
         rule = AttentionRule(layout, n_keys, "flash")
         if first is not None:
-            rule.base = torch.tensor([first], device=device)
+            rule.base = torch.tensor([first, first + 1], device=device)
         ours = rule.run(q, *((k, v) if first is not None else (k[at], v[at])), window, d**-0.5, softcap, sink)
         torchs = AttentionRule(layout, n_keys).run(q, k[at], v[at], window, d**-0.5, softcap, sink)
         real = 1 if layout.segments is None else (layout.segments >= 0)[:, None, :, None]

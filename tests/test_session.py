@@ -261,6 +261,41 @@ def test_one_prefill_graph_serves_all_slots():
     assert len([k for k in graphs.keys if k[0] == "prefill"]) == 4
 
 
+def test_prompts_that_join_in_slots_apart_share_one_forward():
+    """Each was a forward of its own; now they are padded to one width and to a number of slots that graphs know."""
+    model, graphs = model_of(dtype=torch.float32), Replayed()
+    session = Session(Backbone(model, backend="triton"), Plan("ar", 1), 6, 40, graphs=graphs)
+    first = [Request([1 + i, 5, 8], c) for i, c in enumerate((3, 12, 3, 12, 3, 12))]
+    session.add(first)
+    while session.free < 3:
+        session.step()
+    assert [i for i, r in enumerate(session.requests) if r is None] != [3, 4, 5]  # or nothing of it is tried
+    before = len([k for k in graphs.keys if k[0] == "prefill"])
+    late = [Request(p, 5) for p in (PROMPT, [13], [5, 8, 2, 5])]
+    run(session, late)
+    assert outputs(first) == [reference(model, [r.prompt], r.max_new_tokens)[0] for r in first]
+    assert outputs(late) == [reference(model, [r.prompt], 5)[0] for r in late]
+    assert len([k for k in graphs.keys if k[0] == "prefill"]) == before + 1
+    assert graphs.keys[[k[0] for k in graphs.keys].index("prefill")][1].n == 6  # of 6 slots, and not 8
+
+
+def test_a_join_reads_nothing_from_the_device_and_drops_no_round():
+    """Rounds that were started before it land as usual, and the round after it holds the new request already."""
+    session = session_of("ar", 4)
+    session.add([Request(PROMPT, 30), Request([5, 8], 30)])
+    for _ in range(4):
+        session.step()
+    late = Request([13, 2], 9)
+    session.add([late])
+    ahead = [f for f in session._flights]
+    session.step()
+    assert late not in session.joining and ahead and session._flights[-1].requests == [late]
+    session.step()
+    assert [late in f.ran for f in session._flights if f.assignment is not None][-1] and late.slot is not None
+    run(session, [])
+    assert late.output == reference(model_of(), [[13, 2]], 9)[0]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU, kernels are not interpreted")
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("mode", ["ar", "sequential", "tree"])
