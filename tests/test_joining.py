@@ -56,10 +56,11 @@ def test_short_texts_go_in_more_at_a_time_and_long_ones_fewer(clock):
 def test_a_queue_is_answered_in_its_order_through_fewer_prefills(monkeypatch, clock, by):
     """With the door prompts share their prefills, and texts are the same."""
     base = build("Llama", torch.float32, num_hidden_layers=1)
-    asked = [([1 + i, 3, 1 + i % 7], 2 + i % 4) for i in range(14)]
+    asked = [([1 + i, 3, 1 + i % 7], 2 + i % 8) for i in range(14)]
     model, graphs, counts = SelfSpecModel(base), [], []
     model.bodies = [Backbone(base, backend="triton")]
     model.backbone = model.bodies[0]
+    monkeypatch.setattr(joining, "LIVES", 8.0)
     monkeypatch.setattr("selfspec.session.Graphs", lambda *_: graphs.append(Replayed()) or graphs[-1])
     for admit in (lambda self, slots, free, waiting: min(free, waiting), Door.admit):
         monkeypatch.setattr(Door, "admit", admit)
