@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,21 @@ from torch import Tensor
 from selfspec.clock import Clock
 from selfspec.plan.planner import Assignment
 from selfspec.request import Request
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Who stands where in the next round; it changes only as requests join and leave.
+
+    Attributes:
+        requests: of its rows; None idles along.
+        running: those that do not.
+        key: what a captured round of them is valid for; None where the host has to look, or they differ.
+    """
+
+    requests: list[Request | None]
+    running: list[Request]
+    key: Hashable | None
 
 
 @dataclass(frozen=True)
@@ -25,6 +41,55 @@ class Flight:
     ran: list[Request]  # who shares its time
     assignment: Assignment | None = None  # of a round
     warm: bool = False  # nothing was compiled or captured for it
+
+
+@dataclass
+class Landed:
+    """What came of a flight for the requests that are still there.
+
+    Attributes:
+        kept: what each emitted.
+        ended: those that have to leave; one whose tokens are chosen one by one may have ended long before.
+        emitted: of a round, tokens of each that took part.
+        saved: likewise, whether it left a draft.
+        drafted: ids of those that it left one.
+    """
+
+    kept: list[tuple[Request, list[int]]] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    saved: list[bool] = field(default_factory=list)
+    drafted: set[int] = field(default_factory=set)
+
+
+def read(flight: Flight, lengths: list[int]) -> Landed:
+    """Hand every request its tokens.
+
+    Args:
+        flight: has arrived.
+        lengths: committed positions by slot; they grow.
+    """
+    out = Landed()
+    for r, row in zip(flight.requests, flight.result.tolist(), strict=True):
+        if r is None or r.slot is None:  # who has left since
+            continue
+        count = row[0]
+        kept = r.take(row[1 : 1 + count])
+        out.kept.append((r, kept))
+        if r.finish_reason is not None:
+            out.ended.append(r)
+        if flight.assignment is None:
+            continue
+        lengths[r.slot] += count
+        if r.failure is not None and not kept:  # it emitted nothing: no round of its own
+            continue
+        r.stats.count(len(kept))
+        out.emitted.append(len(kept))
+        out.saved.append(bool(row[-1]))
+        if row[-1]:
+            r.stats.saved += 1
+            out.drafted.add(id(r))
+    return out
 
 
 def sent(result: Tensor) -> tuple[Tensor, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from selfspec.backbone import Backbone
 from selfspec.choose import Chooser, graph_key
 from selfspec.clock import Clock
 from selfspec.decode import Frame
-from selfspec.flights import Flight, book, sent
+from selfspec.flights import Flight, Rows, book, read, sent
 from selfspec.graphs import Graphs, capturable
 from selfspec.joining import Door, Joining, goal, slot_of
 from selfspec.memory import tail_rows
@@ -31,21 +31,6 @@ __all__ = ["Request", "Session"]
 
 IDLE = Request([0], 1)  # in the place of nobody
 KEYS = 256  # the smallest K of a graph; the others are its doubles
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Who stands where in the next round; it changes only as requests join and leave.
-
-    Attributes:
-        requests: of its rows; None idles along.
-        running: those that do not.
-        key: what a captured round of them is valid for; None where the host has to look, or they differ.
-    """
-
-    requests: list[Request | None]
-    running: list[Request]
-    key: Hashable | None
 
 
 class Session:
@@ -160,7 +145,7 @@ class Session:
 
         See `Door`. Where slots have to be neighbours for a common prefill, nothing would be gained by waiting.
         """
-        free = self.free if most is None else min(self.free, most)
+        free = min(self.free, self.free if most is None else most)
         return self.door.admit(self.limit, free, waiting) if self.queue.anywhere else min(free, waiting)
 
     @in_turn
@@ -284,8 +269,7 @@ class Session:
         if self._rows is None:
             used = [i for i, r in enumerate(self.requests) if r is not None]
             n = self._bucket(len(used))
-            movers = [i for i in used if i >= n]
-            if movers:
+            if movers := [i for i in used if i >= n]:
                 self._move(movers, [i for i in range(n) if self.requests[i] is None][: len(movers)])
             rows = [None if r in self.joining else r for r in self.requests[:n]]
             running = [r for r in rows if r is not None]
@@ -330,8 +314,7 @@ class Session:
                 r.stats.drafts += depth * (plan.passes if plan.loop else 1)
         result, arrived = sent(result)
         clock.lap("rest" if full not in self.graphs else "round")
-        reach = result.shape[1] - 2
-        self._flights.append(Flight(requests, result, arrived, clock, reach, running, assignment, warm))
+        self._flights.append(Flight(requests, result, arrived, clock, result.shape[1] - 2, running, assignment, warm))
 
     def _plan(self, running: list[Request]) -> Assignment:
         """What the policy wants for the next round, which is one for all."""
@@ -355,38 +338,16 @@ class Session:
         flight = self._flights.popleft()
         if flight.arrived is not None:
             flight.arrived.synchronize()
-        planned, lengths = flight.assignment, self.cache.lengths
-        ended: list[Request] = []  # one whose tokens are chosen one by one may have ended already, and has to leave too
-        emitted: list[int] = []
-        saved: list[bool] = []
-        drafted: set[int] = set()
-        for r, row in zip(flight.requests, flight.result.tolist(), strict=True):
-            if r is None or r.slot is None:  # who has left since
-                continue
-            count = row[0]
-            kept = r.take(row[1 : 1 + count])
-            self._landed.append((r, kept))
-            if r.finish_reason is not None:
-                ended.append(r)
-            if planned is None:
-                continue
-            lengths[r.slot] += count
-            if r.failure is not None and not kept:  # it emitted nothing: no round of its own
-                continue
-            r.stats.count(len(kept))
-            emitted.append(len(kept))
-            saved.append(bool(row[-1]))
-            if row[-1]:
-                r.stats.saved += 1
-                drafted.add(id(r))
+        planned, landed = flight.assignment, read(flight, self.cache.lengths)
+        self._landed += landed.kept
         seconds = book(flight.ran, flight.clock)
         if planned is not None:
-            if planned.views and len(emitted) == len(planned.views):  # nobody has left since
+            if planned.views and len(landed.emitted) == len(planned.views):  # nobody has left since
                 gone = [r.finish_reason is not None for r in flight.ran]
                 known = Assignment(tuple(map(self._found, planned.views)), planned.plan)
-                self.policy.observe(known, emitted, seconds, gone, saved, cold=not flight.warm)
-            self._drafted = drafted
-        for r in ended:
+                self.policy.observe(known, landed.emitted, seconds, gone, landed.saved, cold=not flight.warm)
+            self._drafted = landed.drafted
+        for r in landed.ended:
             self._leave(r)
 
     def _found(self, view: View) -> View:
@@ -411,8 +372,6 @@ class Session:
         if not self.graphs.enabled or any(r.lazy or r.keeps for r in new):
             while self._flights:
                 self._land()
-
-    # ---- small parts
 
     def _leave(self, request: Request) -> None:
         """Free a request's slot."""

@@ -270,8 +270,8 @@ class Engine:
         events = self._shrink()
         self._arrange()
         for lane in sorted(self.lanes.values(), key=lambda lane: lane.capacity):
-            room = self._wanted(lane)
-            while room and lane.free and len(self.running) < self.slots and (ticket := self._next(lane)):
+            wanted = self._wanted(lane)
+            while wanted and lane.free and len(self.running) < self.slots and (ticket := self._next(lane)):
                 events += self._start(ticket, lane)
         for head in self._heads():  # only those of higher priority than something that runs get any further
             while (ticket := self._head(head.length)) and (room := self._room(ticket)):
