@@ -143,9 +143,8 @@ class Session:
     def room(self, waiting: int, most: int | None = None) -> int:
         """How many of so many that wait to add now, `most` at most; none while it is better to let others come free.
 
-        See `Door`. Where slots have to be neighbours for a common prefill, nothing would be gained by waiting.
-        """
-        free = min(self.free, self.free if most is None else most)
+        See `Door`. Where slots have to be neighbours for a common prefill, nothing would be gained by waiting."""
+        free = self.free if most is None else min(self.free, most)
         return self.door.admit(self.limit, free, waiting) if self.queue.anywhere else min(free, waiting)
 
     @in_turn
@@ -240,7 +239,7 @@ class Session:
             self._round()
         if self.joining:
             self._chunk()
-        out, self._landed = self._landed, []
+        self._landed, out = [], self._landed
         return out
 
     def _round(self) -> None:
@@ -291,14 +290,14 @@ class Session:
     def _start(self) -> None:
         """Start one round of the first slots; with a key it needs no look of the host."""
         rows = self._arranged()
-        requests, running, key, n = rows.requests, rows.running, rows.key, len(rows.requests)
+        requests, running, key = rows.requests, rows.running, rows.key
         assignment = self._plan(running)
         plan, clock = assignment.plan, Clock(self.backbone.device)
         size = plan.block_size
         if not self.graphs.enabled:  # a graph has one shape; elsewhere rows cost, and nobody can take more
             size = min(size, max(r.max_new_tokens - len(r.output) for r in running))
         redraft = plan != self._saved
-        frame = self._frame(range(n), plan.rows)
+        frame = self._frame(range(len(requests)), plan.rows)
         idle = IDLE if key is None else running[0]  # chosen for like any other, and kept by nobody
         play = partial(self.rounds.play, plan, frame, size, redraft, [r or idle for r in requests])
         full, warm = ("round", frame, plan, redraft, key), not self.graphs.enabled

@@ -279,7 +279,7 @@ def test_prompts_that_join_in_slots_apart_share_one_forward():
     assert graphs.keys[[k[0] for k in graphs.keys].index("prefill")][1].n == 6  # of 6 slots, and not 8
 
 
-def test_a_join_reads_nothing_from_the_device_and_drops_no_round():
+def test_a_join_drops_no_round_on_its_way():
     """Rounds that were started before it land as usual, and the round after it holds the new request already."""
     session = session_of("ar", 4)
     session.add([Request(PROMPT, 30), Request([5, 8], 30)])
@@ -287,7 +287,7 @@ def test_a_join_reads_nothing_from_the_device_and_drops_no_round():
         session.step()
     late = Request([13, 2], 9)
     session.add([late])
-    ahead = [f for f in session._flights]
+    ahead = list(session._flights)
     session.step()
     assert late not in session.joining and ahead and session._flights[-1].requests == [late]
     session.step()
