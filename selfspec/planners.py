@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from selfspec.backbone import Backbone
@@ -11,15 +12,20 @@ from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.planner import Planner
 from selfspec.plan.table import LatencyTable
-from selfspec.plan.tabulate import table_for
+from selfspec.plan.tabulate import graphs_run, table_for
 
 MODES = ("lookup", "sequential", "loop", "tree", "overlap")  # combined ones have not won anywhere yet
 UNKNOWN = 0.7  # acceptance to begin with, where an adapter does not say
+MOST_REQUESTS = 256  # at a time, that a table measured at load covers where rounds replay graphs
 MOST_NODES = 64  # of a tree; wider ones cost more than they bring at every measured size
 
 
 def planner_for(
-    bodies: Sequence[Backbone], verify: str = "coupled", table: LatencyTable | None = None, seconds: float = 10.0
+    bodies: Sequence[Backbone],
+    verify: str = "coupled",
+    table: LatencyTable | None = None,
+    seconds: float = 10.0,
+    slots: int | None = None,
 ) -> Planner:
     """A planner over what can be done.
 
@@ -28,22 +34,35 @@ def planner_for(
         verify: how drawn tokens are verified.
         table: the latency table; by default the stored one, or one measured now.
         seconds: time budget of that measurement.
+        slots: requests at a time that it must cover, see `table_of`.
     """
     paths = [c for b in bodies if (c := getattr(b.path, "config", None)) is not None]
     plans = [p for p in menu(paths, MODES) if p.tree_nodes <= MOST_NODES and _takes(verify, p)]
     if table is None:
-        table = table_of(bodies, seconds)
+        table = table_of(bodies, seconds, slots)
     costs = Costs(table, tuple(p.entry for p in paths) or (0,))
     priors = [p.acceptance or UNKNOWN for p in paths] or [UNKNOWN]
     kinds = [f for p in plans for f in families(p)]
     return Planner(costs, plans, Estimator(kinds, priors))
 
 
-def table_of(bodies: Sequence[Backbone], seconds: float = 10.0) -> LatencyTable:
-    """One latency table for a model and all its mask paths: what is stored, or measured now within `seconds`."""
-    table, *others = (table_for(body, seconds=seconds / len(bodies)) for body in bodies)
-    for other in others:
-        table = table.merged(other.points)
+def table_of(bodies: Sequence[Backbone], seconds: float = 10.0, slots: int | None = None) -> LatencyTable:
+    """One latency table for a model and all its mask paths: what is stored, or measured now within `seconds`.
+
+    Args:
+        bodies: a backbone for each adapter, all of one model.
+        seconds: time budget; what an adapter leaves of its share goes to the next.
+        slots: requests at a time that it must cover; by default many where graphs run, as no batch is known at load,
+            and one elsewhere, where a forward takes long.
+    """
+    slots = slots or (MOST_REQUESTS if graphs_run(bodies[0]) else 1)
+    end, table = time.perf_counter() + seconds, None
+    for i, body in enumerate(bodies):
+        budget = (end - time.perf_counter()) / (len(bodies) - i)
+        shared = () if table is None else tuple(p for p in table.points if p.kind in ("clean", "tree"))
+        found = table_for(body, slots, seconds=budget, shared=shared)
+        table = found if table is None else table.merged(found.points)
+    assert table is not None
     return table
 
 

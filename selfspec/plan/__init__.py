@@ -9,6 +9,7 @@ MODES = ("ar", "lookup", "sequential", "loop", "overlap", "tree")
 ALONE = {"ar", "lookup"}  # modes that combine with no other
 BLOCKS = (2, 4, 8, 16)  # sizes that planners choose from: each is a bucket of graphs
 TREES = (16, 32, 64, 128, 256)
+CUTS = (4, 8)  # verify lengths of whole blocks: an adapter may draft worse in blocks that it was not trained for
 GROUPS = (1, 2, 4, None)
 MOST_TREE_NODES = 1024  # masks grow with the square, and no tree this wide was ever worth its rows
 
@@ -156,6 +157,7 @@ def menu(paths: list[Any], modes: tuple[str, ...] | None = None) -> list[Plan]:
             plans += [Plan(m, b, adapter=i) for m in ("sequential", "loop")]
             plans += [Plan("overlap", b, groups=g, adapter=i) for g in GROUPS if g is None or g < b]
         widest = max((b for b in BLOCKS if b <= path.block_size), default=1)
+        plans += [Plan("sequential", widest, verify_length=v, adapter=i) for v in CUTS if v < widest]
         for nodes in TREES if widest > 1 else ():
             plans += [Plan(m, widest, nodes, adapter=i) for m in ("tree", "loop+tree")]
             plans += [Plan("overlap+tree", widest, nodes, g, adapter=i) for g in GROUPS if nodes <= 32 or g]

@@ -94,16 +94,25 @@ class Pace:
         self.first = np.zeros(2)  # cold rounds, and the milliseconds that one of them takes longer
 
     def _bucket(self, n: int) -> np.ndarray:
-        return self.seen.setdefault(n.bit_length(), np.zeros((3, len(self.mode))))
+        return self.seen.setdefault((n - 1).bit_length(), np.zeros((3, len(self.mode))))
 
-    def factors(self, n: int) -> np.ndarray:
-        """Multiply the table's milliseconds. [K]"""
+    def factors(self, n: int, trust: float = 2.0) -> np.ndarray:
+        """Multiply the table's milliseconds. [K]
+
+        Args:
+            n: requests.
+            trust: rounds of so many requests that all others are set against.
+        """
         _, weight, mean = self._bucket(n)
         general = np.where(self.plain, min(self.all[1], 0.0), self.all[1])
         alike, ever = self.alike[:, self.mode], self.ever
-        for (w, m), trust in ((alike, 2), (ever, 2), ((weight, mean), 2)):
-            general = (w * m + trust * general) / (w + trust)
+        for (w, m), against in ((alike, 2), (ever, 2), ((weight, mean), trust)):
+            general = (w * m + against * general) / (w + against)
         return np.exp(general)
+
+    def known(self, k: int, n: int) -> int:
+        """Rounds of plan k with about n requests whose time is known."""
+        return int(self._bucket(n)[1, k])
 
     def setup(self, k: int, n: int) -> float:
         """Milliseconds that plan k costs beside its rounds until it runs at its pace with n requests."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from selfspec.plan import Plan
+from selfspec.plan import BLOCKS, Plan
 
 DEPTH = 15  # drafts of the largest block; a tree is no deeper
 OWN, SHAPE = 6.0, 16.0  # trials that a text's own odds, and its own curve's shape, are set against
@@ -24,17 +24,21 @@ FADE = 0.998  # of counts over all requests, per round
 
 
 class Family(NamedTuple):
-    """Drafts that are accepted alike, whatever the block: cutting a block costs its early positions almost nothing.
+    """Drafts that are accepted alike.
+
+    Some adapters lose little by blocks smaller than the one that they were trained for, others a sixth of their tokens.
 
     Attributes:
         source: "known" (the bonus in slot 0), "hidden" (a mask there), "loop" or "lookup".
         adapter: index.
         nodes: of a tree, 0 for a chain; "accepted at position j" then means by any branch.
+        block: of a chain that is drafted in one pass in a smaller block than the largest; 0 stands for whole ones.
     """
 
     source: str
     adapter: int = 0
     nodes: int = 0
+    block: int = 0
 
 
 def families(plan: Plan) -> tuple[Family, Family]:
@@ -42,7 +46,8 @@ def families(plan: Plan) -> tuple[Family, Family]:
     if plan.lookup:
         return Family("lookup"), Family("lookup")
     nodes = plan.tree_nodes if plan.tree else 0
-    made = Family("loop" if plan.loop else "known", plan.adapter, nodes)
+    cut = plan.block_size if plan.block_size < BLOCKS[-1] and not (plan.tree or plan.loop) else 0
+    made = Family("loop" if plan.loop else "known", plan.adapter, nodes, cut)
     return made, Family("hidden", plan.adapter, nodes) if plan.overlap else made
 
 
@@ -63,9 +68,16 @@ class Estimator:
         fade: float = 0.95,
         window: int = 6,
     ):
+        widest: dict[int, int] = {}  # of adapters that know no larger block: for them it is whole
+        for k in kinds:
+            if k.source == "known" and not k.nodes:
+                widest[k.adapter] = max(widest.get(k.adapter, 0), k.block or BLOCKS[-1])
+        whole = {k for k in kinds if k.block and k.block == widest[k.adapter]}
+        kinds = [k for k in kinds if k not in whole]
         kin = [Family("known", i) for i in range(len(priors))] + [k._replace(nodes=0) for k in kinds] + list(kinds)
         self.kinds = sorted(set(kin), key=_stage)  # parents first
         self.index = {k: i for i, k in enumerate(self.kinds)}
+        self.index |= {k: self.index[k._replace(block=0)] for k in whole}
         self.fade, self.window = fade, window
         self.effect = _Effect()
         self.own: dict[Hashable, _Own] = {}
@@ -78,7 +90,8 @@ class Estimator:
         stages = np.array([_stage(k)[0] for k in self.kinds])
         self._stages = [np.flatnonzero(stages == s) for s in range(3)]
         self.parent = np.array([self.index[_parent(k)] for k in self.kinds])
-        self._odds = np.array([{"hidden": 1.6, "loop": 0.9}.get(k.source, 1.0) for k in self.kinds])[:, None]
+        odds = {"hidden": 1.6, "loop": 0.9}
+        self._odds = np.array([odds.get(k.source, 1.15 if k.block else 1.0) for k in self.kinds])[:, None]
         # further candidates catch a share of the failures that grows with the logarithm of the nodes
         self._catch = np.array([0.04 * np.log2(k.nodes) if k.nodes else 0.0 for k in self.kinds])[:, None]
         self._curves: tuple[np.ndarray, np.ndarray] | None = None
@@ -195,14 +208,14 @@ def _odds(failed, expected, trials, target=1.0, weight=6.0):
 
 
 def _stage(family: Family) -> tuple[int, Family]:
-    return (2 if family.nodes else 1 if family.source in ("hidden", "loop") else 0), family
+    return (2 if family.nodes else 1 if family.block or family.source in ("hidden", "loop") else 0), family
 
 
 def _parent(family: Family) -> Family:
     """The kin that a family is judged by until it has been tried."""
     if family.nodes:
         return family._replace(nodes=0)
-    return family._replace(source="known") if family.source in ("hidden", "loop") else family
+    return family._replace(source="known", block=0) if family.source in ("hidden", "loop") else family._replace(block=0)
 
 
 class _Round(NamedTuple):

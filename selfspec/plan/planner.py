@@ -17,6 +17,7 @@ from selfspec.plan.probe import Probe
 from selfspec.plan.value import Values
 
 POOL = ("all requests",)  # the key of a batch that is taken as one
+SURE = 3  # timed rounds after which a cost is known
 UNBOUNDED = 1 << 30  # tokens left: caps bite only in a text's last rounds, which no change of plans would repay
 
 
@@ -149,7 +150,8 @@ class Planner:
     what compiling and capturing the new shape takes where it never ran, as it stays captured; a change comes at most
     every `dwell` rounds. So graphs are not thrashed; plain decoding may come back at once. Modes not in use are probed
     within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred within
-    1.5 %: where drafts do not pay, it wins.
+    1.5 %: where drafts do not pay, it wins. With more requests than the table holds, where costs are extrapolated, plain
+    decoding runs first until its rounds are known, and a plan's first rounds there outweigh all that others told.
 
     With `split`, a batch may run as two shapes where the table says that their two forwards pay, and every request is
     judged by itself. Without it the rounds of a batch are one request's to the estimator: their sum is all that counts,
@@ -234,10 +236,13 @@ class Planner:
         tokens, hit = self.values.tokens(survival, np.full(m, UNBOUNDED), offers)
         tokens *= n / m
         counts = np.arange(n + 1) if self.split else np.array([n])
-        ms = self.values.ms(counts, context, hit) * self.pace.factors(n)[:, None]
+        ms = self.values.ms(counts, context, hit) * self.factors(n)[:, None]
         probed = self.probe.next(self, n, context)
         if probed is not None:
             parts, why = [(probed, list(range(n)))], "probe"
+            self._keys = ()
+        elif self._beyond(n) and self.pace.known(self._plain, n) < SURE:
+            parts, why = [(self._plain, list(range(n)))], "probe"
             self._keys = ()
         else:
             parts, why = self._best(tokens, ms, n)
@@ -245,6 +250,14 @@ class Planner:
         chosen = tuple((self.plans[k], len(members)) for k, members in parts)
         self.log.append(Decision(self.rounds, context, tokens.sum(0), ms[:, -1], chosen, why))
         return self._assigned(active, parts)
+
+    def _beyond(self, n: int) -> bool:
+        """Whether rounds of so many requests are extrapolated by the table."""
+        return n > self.costs.table.reach
+
+    def factors(self, n: int) -> np.ndarray:
+        """What rounds of n requests take over what the table says. [K]"""
+        return self.pace.factors(n, 0.25 if self._beyond(n) else 2.0)
 
     def _judged(self, keys: list[Hashable]) -> Sequence[Hashable]:
         """Whom acceptance is estimated for: each request, or a batch as one."""
@@ -314,7 +327,7 @@ class Planner:
         seen = survival * (np.arange(depth) < np.array(assignment.offered)[:, None])
         context = assignment.context
 
-        pace = float(self.pace.factors(n)[self.index[assignment.plan]])
+        pace = float(self.factors(n)[self.index[assignment.plan]])
 
         def cost(rows: float) -> float:
             return pace * float(self.costs.table.time("clean", rows, n, context))

@@ -46,7 +46,7 @@ class Probe:
             return None
         self.looked = self.round
         for _, k, family in sorted(self._hopes(planner, n, context), reverse=True):
-            ms = planner.costs.round(planner.plans[k], n, context) * float(planner.pace.factors(n)[k])
+            ms = planner.costs.round(planner.plans[k], n, context) * float(planner.factors(n)[k])
             length = 2 if planner.plans[k].overlap else 1  # what an overlap saves is verified a round later
             price = length * (ms + planner.pace.setup(k, n))
             if self.spent + price > self.share * (self.total + price):
@@ -66,7 +66,7 @@ class Probe:
         curves = harder(estimator.shared()[1], np.exp(-1.5 / (1 + tried / 4) ** 0.5)[:, None])  # [F, DEPTH]
         many = np.full(1, 1 << 30)
         tokens, hit = values.tokens(curves.cumprod(1)[:, None], many, many)
-        ms = values.ms(np.array([n]), context, hit)[:, 0] * planner.pace.factors(n)  # [K]
+        ms = values.ms(np.array([n]), context, hit)[:, 0] * planner.factors(n)  # [K]
         hope = n * tokens[0] / ms
         used = {f for k in planner.current for f in families(planner.plans[k])}
         found: dict[Family, tuple[float, int, Family]] = {}

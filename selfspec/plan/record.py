@@ -110,7 +110,7 @@ class Priced(Costs):
 def usable(traces: Sequence[Trace], plans: Sequence[Plan]) -> list[Trace]:
     """Those that know all families of some plans."""
     wanted = {f for p in plans if p.nodes > 1 for f in families(p)}
-    return [t for t in traces if wanted <= set(t.accepted) and t.tokens > 1]
+    return [t for t in traces if all(map(t.knows, wanted)) and t.tokens > 1]
 
 
 def foretold(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int) -> Outcome:

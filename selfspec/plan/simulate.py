@@ -38,19 +38,27 @@ class Trace:
     accepted: dict[Family, np.ndarray]
 
     def at(self, family: Family, position: int) -> int:
-        """Drafts accepted by a round of a full block.
+        """Drafts accepted by a round of a full block."""
+        return int(self.runs(family)[position])
+
+    def knows(self, family: Family) -> bool:
+        """Whether it was recorded; what is not told of a smaller block is taken from the whole one."""
+        return family in self.accepted or family._replace(block=0) in self.accepted
+
+    def runs(self, family: Family) -> np.ndarray:
+        """The same of all positions.
 
         Raises:
             ValueError: nothing was recorded for the family.
         """
-        if family not in self.accepted:
+        if not self.knows(family):
             known = ", ".join(map(str, self.accepted))
             raise ValueError(f"the trace knows {known or 'nothing'}, not {family}: record it in that mode")
-        return int(self.accepted[family][position])
+        return self.accepted[family if family in self.accepted else family._replace(block=0)]
 
     def ends(self, family: Family, depth: int) -> np.ndarray:
         """How often a round accepted exactly 0..depth drafts. [depth + 1]"""
-        runs = np.minimum(self.accepted[family], depth)
+        runs = np.minimum(self.runs(family), depth)
         return np.bincount(runs, minlength=depth + 1) / max(len(runs), 1)
 
 

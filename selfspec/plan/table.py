@@ -21,7 +21,7 @@ from selfspec.machine import device_name, versions
 from selfspec.plan.latency import Latency
 from selfspec.plan.surface import Surface
 
-FORMAT = 2  # part of the cache key: raise it when what is stored or measured changes
+FORMAT = 3  # part of the cache key: raise it when what is stored or measured changes
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,13 @@ class LatencyTable:
         points: measured; at least one of kind "clean".
         n_layers: of the model.
         setting: where and how they were measured; also what a stored table is found by.
+        asked: the most requests at a time that a measurement within a time budget was to cover.
     """
 
     points: tuple[Latency, ...]
     n_layers: int
     setting: dict[str, Any] = field(default_factory=dict)
+    asked: int = 0
 
     @cached_property
     def _surfaces(self) -> dict[tuple[str, int], Surface]:
@@ -45,7 +47,9 @@ class LatencyTable:
             if p.kind != "overlap":
                 cells.setdefault((p.kind, p.entry), {})[p.requests, p.rows, p.context] = p.ms
         steps = any(p.graph for p in self.points)
-        return {k: Surface(c, steps) for k, c in cells.items()}
+        clean = Surface(cells.pop(("clean", 0)), steps)
+        like = {"draft": clean}
+        return {("clean", 0): clean, **{k: Surface(c, steps, like.get(k[0])) for k, c in cells.items()}}
 
     def time(
         self,
@@ -128,20 +132,25 @@ class LatencyTable:
         return {e: statistics.median(r) for e, r in found.items()}
 
     def covers(self, requests: int) -> bool:
-        """Whether so many requests lie within what was measured."""
-        return requests <= self._surfaces["clean", 0].axes[0][-1]
+        """Whether so many requests lie within what was measured, or a measurement ran out of time before them."""
+        return requests <= max(self.reach, self.asked)
+
+    @property
+    def reach(self) -> int:
+        """The most requests at a time that plain decoding was measured with; what lies beyond is extrapolated."""
+        return max((p.requests for p in self.points if p.kind == "clean"), default=0)
 
     def merged(self, points: tuple[Latency, ...]) -> LatencyTable:
         """With further points; they replace older ones of the same shape."""
         by_shape = {(p.kind, p.requests, p.rows, p.entry, p.context, p.drafts): p for p in self.points + points}
-        return LatencyTable(tuple(by_shape.values()), self.n_layers, self.setting)
+        return LatencyTable(tuple(by_shape.values()), self.n_layers, self.setting, self.asked)
 
     def save(self, file: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
         file = Path(file)
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_name(f"{file.name}.{os.getpid()}.part")
-        head = {"format": FORMAT, "n_layers": self.n_layers, "setting": self.setting}
+        head = {"format": FORMAT, "n_layers": self.n_layers, "setting": self.setting, "asked": self.asked}
         part.write_text(json.dumps(head | {"points": [asdict(p) for p in self.points]}, indent=1) + "\n")
         part.replace(file)
 
@@ -160,7 +169,7 @@ class LatencyTable:
             points = tuple(Latency(**p) for p in data["points"])
             if not any(p.kind == "clean" for p in points):
                 raise ValueError("no clean point")
-            return cls(points, data["n_layers"], data["setting"])
+            return cls(points, data["n_layers"], data["setting"], data["asked"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is no latency table of this release ({error}); measure it again") from error
 

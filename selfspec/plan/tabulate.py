@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import psutil
@@ -41,8 +41,8 @@ class Sizes:
 
 def at_load(slots: int, context: int = 512) -> Sizes:
     """The few sizes that a planner needs for so many requests at a time."""
-    requests = (1, *(n for n in (4, 16, 64, 256) if n < slots), slots)
-    return Sizes((1, 4, 16, 32, 64, 256), tuple(dict.fromkeys(requests)), (context,), (4, 16))
+    requests = (1, *(n for n in (8, 32, 128) if n < slots), slots)
+    return Sizes((1, 4, 16, 64, 256), tuple(dict.fromkeys(requests)), (context,), (4, 16))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def shapes(backbone: Backbone, sizes: Sizes) -> list[Shape]:
         turns += [(i + j + k + 1, 1, Shape("draft", n, b, c)) for j, b in _bisected(sorted(blocks, reverse=True))]
         if blocks and getattr(path, "layouts", ()) != ("known",):
             b = max(blocks)
-            turns += [(i + j + k + 2, 2, Shape("overlap", n, b, c, g * b)) for j, g in _bisected((1, b, 4)) if g <= b]
+            turns += [(i + j + k + 4, 2, Shape("overlap", n, b, c, g * b)) for j, g in _bisected((1, b, 4)) if g <= b]
     turns = [t for t in turns if t[2].requests * (t[2].rows + t[2].drafts) <= MOST_ROWS]
     return list(dict.fromkeys(s for *_, s in sorted(turns, key=lambda t: t[:2])))
 
@@ -167,7 +167,12 @@ def _fits(backbone: Backbone, s: Shape) -> bool:
 
 
 def table_for(
-    backbone: Backbone, slots: int = 1, context: int = 512, seconds: float = 10.0, graph: bool | None = None
+    backbone: Backbone,
+    slots: int = 1,
+    context: int = 512,
+    seconds: float = 10.0,
+    graph: bool | None = None,
+    shared: Sequence[Latency] = (),
 ) -> LatencyTable:
     """The stored table of this machine and model, or one measured now and stored.
 
@@ -177,13 +182,16 @@ def table_for(
         context: committed positions at which missing points are measured.
         seconds: time budget of the measurement.
         graph: as in `tabulate`.
+        shared: points of the same model with another mask path, which need not be measured again.
     """
     graph = graphs_run(backbone) if graph is None else graph
     file = stored_at(setting(backbone, graph))
     known = stored(backbone, graph)
     if known is not None and known.covers(slots):
         return known
-    table = tabulate(backbone, at_load(slots, context), seconds, graph, known)
+    if known is None:
+        known = LatencyTable(tuple(shared), backbone.n_layers, setting(backbone, graph))
+    table = replace(tabulate(backbone, at_load(slots, context), seconds, graph, known), asked=slots)
     table.save(file)
     return table
 
