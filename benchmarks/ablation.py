@@ -3,7 +3,7 @@
 python benchmarks/ablation.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --device cuda --seconds 150 \
     --json benchmarks/ablation_h200.json --markdown ablation.md
 
-Runs as `benchmarks/concurrency.py` does. A row's figures are its speed-ups over plain decoding; it wins where it is the
+Runs as `benchmarks/concurrency.py` does. A row's figures are its speed-ups over plain decoding, prompts included; it wins where it is the
 fastest of its kind, and one that is nowhere faster than its kind's plainest by 1 % says that it never wins. What the
 adapters were not trained for is left out and named.
 """
@@ -11,6 +11,7 @@ adapters were not trained for is left out and named.
 import argparse
 import json
 import time
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--slots", default="1,8,64")
-    parser.add_argument("--cap", type=int, default=128)
+    parser.add_argument("--cap", type=int, nargs=2, default=(32, 192), help="new tokens at least and at most")
     parser.add_argument("--tokens", type=int, default=128, help="of a run, for each slot")
     parser.add_argument("--least", type=int, default=512, help="tokens of a run")
     parser.add_argument("--repeats", type=int, default=3)
@@ -111,13 +112,14 @@ def main() -> None:
     overlaps = [n for n in names if "overlap" in n]
     calibrated = any(getattr(b.path, "calibrate", lambda _: None)(b) is not None for b in model.bodies if b.path)
     sizes, prompts = [int(s) for s in args.slots.split(",")], queue_of(model, args.prompts, args.longest)
-    arena = Arena(model, names, prompts, max(sizes), args.cap)
-    bare = Arena(model, ["ar", *overlaps], prompts, max(sizes), args.cap, calibrated=False) if calibrated else None
+    arena = Arena(model, names, prompts, max(sizes), tuple(args.cap))
+    bare = Arena(model, ["ar", *overlaps], prompts, max(sizes), tuple(args.cap), calibrated=False) if calibrated else None
     if calibrated:
         for kind in [k for k in kinds if "group" in k]:
             kinds[f"{kind},{PLAINLY}"] = [kinds[kind][0], *(n + PLAINLY for n in kinds[kind] if n in overlaps)]
     data: dict[str, Any] = {"settings": vars(args), **options.setting(model), "refused": refused, "points": []}
     over_ar: dict[int, dict[str, float]] = {}
+    decoding: dict[int, dict[str, float]] = {}
 
     def late() -> bool:
         return time.perf_counter() - began > args.seconds
@@ -129,14 +131,16 @@ def main() -> None:
                 continue
             some = list(contest(where, who, slots, tokens, args.repeats, args.warm, late))
             if some:
-                ratios = verdict(some, lambda r: r.decode_rate)["over_ar"]
-                over_ar.setdefault(slots, {}).update(
-                    {n + suffix: x for n, x in ratios.items() if not suffix or n != "ar"}
-                )
+                for told, rate in ((over_ar, "rate"), (decoding, "decode_rate")):
+                    ratios = verdict(some, attrgetter(rate))["over_ar"]
+                    told.setdefault(slots, {}).update(
+                        {n + suffix: x for n, x in ratios.items() if not suffix or n != "ar"}
+                    )
                 runs += some
         if not runs:
             break
-        data["points"].append({"slots": slots, "over_ar": over_ar[slots], "runs": [data_of(r) for r in runs]})
+        point = {"slots": slots, "over_ar": over_ar[slots], "decoding_over_ar": decoding[slots]}
+        data["points"].append({**point, "runs": [data_of(r) for r in runs]})
         print(f"{slots} at a time: {time.perf_counter() - began:.0f} s", flush=True)
         if args.json:
             with open(args.json, "w") as file:

@@ -54,9 +54,9 @@ def queue_of(model: SelfSpecModel, files: list[str] | None, longest: int) -> lis
 
 def recorded(model: SelfSpecModel, arena: Arena) -> dict[str, Any]:
     """What the simulator needs."""
-    table = table_of(model.bodies)
+    table = table_of(model.bodies, slots=len(arena.session.requests))
     entries = tuple(b.path.entry for b in model.bodies if b.path is not None) or (0,)
-    context = statistics.mean(map(len, arena.prompts)) + arena.cap / 2
+    context = statistics.mean(len(p) + cap / 2 for p, cap in arena.prompts)
     rounds = [(p, n, context, 1e3 * statistics.median(s)) for (p, n), s in arena.spent.items() if len(s) > 2]
     traces = arena.recorder.traces(lambda r: tuple(r.prompt))
     return Record(table, entries, traces, rounds).data()
@@ -67,7 +67,8 @@ def line(name: str, runs: list[Run], ratio: float | None) -> str:
     if not runs:
         return f"{name:24} no time"
     cold, plans = sum(r.cold for r in runs), sum((r.plans for r in runs), Counter[str]())
-    text = f"{name:24} {statistics.median(r.rate for r in runs):9.1f} {statistics.median(r.each for r in runs):8.1f} "
+    rate, decoding, each = (statistics.median(getattr(r, k) for r in runs) for k in ("rate", "decode_rate", "each"))
+    text = f"{name:24} {rate:9.1f} {decoding:9.1f} {each:8.1f} "
     text += f"{'' if ratio is None else format(ratio, '.3f'):>6}" + (f"  {cold} cold rounds" if cold else "")
     return text + (f"  {dict(plans.most_common(3))}" if len(plans) > 1 else "")
 
@@ -83,8 +84,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--entrants", help="names as in selfspec.arena.plan_of, and auto")
     parser.add_argument("--slots", default="1,32,8,128,2,4,16,64", help="in this order")
-    parser.add_argument("--cap", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=128, help="of a run, for each slot")
+    parser.add_argument("--cap", type=int, nargs=2, default=(32, 192), help="new tokens at least and at most")
+    parser.add_argument("--tokens", type=int, default=256, help="of a run, for each slot: several mean answers")
     parser.add_argument("--least", type=int, default=512, help="tokens of a run")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--warm", type=int, default=2)
@@ -97,9 +98,9 @@ def main() -> None:
         args.model, names if len(names) > 1 else names[0], dtype=getattr(torch, args.dtype), device=args.device
     )
     who, sizes = entrants(model, args.entrants), [int(s) for s in args.slots.split(",")]
-    arena = Arena(model, who, queue_of(model, args.prompts, args.longest), max(sizes), args.cap)
+    arena = Arena(model, who, queue_of(model, args.prompts, args.longest), max(sizes), tuple(args.cap))
     data: dict[str, Any] = {"settings": vars(args), "names": who, **options.setting(model), "points": []}
-    print(f"ready after {time.perf_counter() - began:.1f} s; tokens/s in all (each), ratio to ar", flush=True)
+    print(f"ready after {time.perf_counter() - began:.1f} s; tokens/s in all, decoding alone, each; ratio to ar", flush=True)
 
     def late() -> bool:
         return time.perf_counter() - began > args.seconds
@@ -110,7 +111,7 @@ def main() -> None:
         if not runs:
             break
         found = verdict(runs)
-        data["points"].append({"slots": slots, **found, "runs": [data_of(r) for r in runs]})
+        data["points"].append({"slots": slots, **found, "decoding": verdict(runs, lambda r: r.decode_rate), "runs": [data_of(r) for r in runs]})
         data["record"] = recorded(model, arena)
         print(f"\n{slots} at a time, {tokens} tokens a run, {len(runs)} runs, {time.perf_counter() - began:.0f} s")
         for name in who:

@@ -2,12 +2,15 @@
 benchmarks measure with.
 
 A run keeps a number of slots full from a queue and lasts for a number of tokens, so that all entrants decode the same
-texts; its clock starts once every slot has its first token.
+texts; its clock starts once every slot has its first token. Answers end at caps of their own and the first ones early,
+at places spread over the slots: otherwise a run whose length is the common cap ends, in plain decoding, just before all
+answers do, and speculation alone pays for the prompts of those that join.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -71,6 +74,7 @@ class Run:
         tokens: emitted within the clock.
         seconds: that it ran.
         prefill: seconds of it that went into prompts.
+        joined: requests whose prompts went through within the clock.
         rounds: forwards that verified.
         each: tokens a second that a request sees, the median.
         cold: rounds that were compiled or captured.
@@ -82,6 +86,7 @@ class Run:
     tokens: int = 0
     seconds: float = 0.0
     prefill: float = 0.0
+    joined: int = 0
     rounds: int = 0
     each: float = 0.0
     cold: int = 0
@@ -106,7 +111,8 @@ class Arena:
         names: of entrants, see `plan_of`; "auto" is a planner over everything that can run.
         prompts: token ids; every run begins at a place of its own.
         slots: the most requests at a time.
-        cap: new tokens of a request.
+        cap: new tokens of a request; or the least and the most, between which each prompt's is drawn, the same for all
+            entrants.
         calibrated: False leaves out the adapters' calibrators.
 
     Attributes:
@@ -120,17 +126,19 @@ class Arena:
         names: Sequence[str],
         prompts: Sequence[Sequence[int]],
         slots: int,
-        cap: int,
+        cap: int | tuple[int, int],
         calibrated: bool = True,
     ):
-        self.model, self.prompts, self.cap = model, [list(p) for p in prompts], cap
+        low, high = (cap, cap) if isinstance(cap, int) else cap
+        draws = random.Random(0)
+        self.model, self.prompts = model, [(list(p), draws.randint(low, high)) for p in prompts]
         self.eos, self.calibrated = frozenset(eos_ids(model.model.generation_config)), calibrated
         self.policies: dict[str, Policy] = {
-            name: planner_for(model.bodies) if name == AUTO else Fixed(plan_of(model, name)) for name in names
+            name: planner_for(model.bodies, slots=slots) if name == AUTO else Fixed(plan_of(model, name)) for name in names
         }
         plans = list(dict.fromkeys(p for policy in self.policies.values() for p in policy.plans))
-        longest = max(map(len, self.prompts))
-        self.session = Session(model.bodies, Menu(plans), slots, longest + cap)
+        longest = max(len(p) for p, _ in self.prompts)
+        self.session = Session(model.bodies, Menu(plans), slots, longest + high)
         self.recorder = Recorder()
         self.spent: dict[tuple[Plan, int], list[float]] = defaultdict(list)
 
@@ -147,13 +155,14 @@ class Arena:
         watched, session = Watched(self.policies[name]), self.session
         out, queue = Run(name, slots), itertools.cycle(self.prompts[start:] + self.prompts[:start])
         device, seen, begun = self.model.backbone.device, dict[Request, list[tuple[float, int]]](), 0.0
+        early, before = (k / slots for k in range(1, slots)), (0, 0.0)  # shares of their caps at which the first end
         with _calibration(self.model, self.calibrated):
             session.use(watched)
             session.limit = slots
             try:
                 while out.tokens < tokens:
                     if n := session.room(slots + 1):  # the queue has no end
-                        session.add([Request(next(queue), self.cap, self.eos) for _ in range(n)])
+                        session.add([self._request(*next(queue), next(early, 1.0)) for _ in range(n)])
                     emitted = session.step()
                     now = time.perf_counter()
                     for r, new in emitted:
@@ -164,18 +173,22 @@ class Arena:
                         sync(device)
                         begun = time.perf_counter()
                         watched.seen.clear()
-                        before = sum(r.stats.seconds["prefill"] for r in seen)
+                        before = len(seen), sum(r.stats.seconds["prefill"] for r in seen)
                     if record:
                         self._note(watched)
                     self._count(out, watched)
                 sync(device)
                 out.seconds = time.perf_counter() - begun
-                out.prefill = sum(r.stats.seconds["prefill"] for r in seen) - before
+                out.prefill = sum(r.stats.seconds["prefill"] for r in seen) - before[1]
+                out.joined = len(seen) - before[0]
             finally:
                 session.clear()
         speeds = [sum(n for _, n in s[1:]) / (s[-1][0] - s[0][0]) for s in seen.values() if len(s) > 1]
         out.each = statistics.median(speeds) if speeds else 0.0
         return out
+
+    def _request(self, prompt: list[int], cap: int, share: float) -> Request:
+        return Request(prompt, max(1, round(cap * share)), self.eos)
 
     def _note(self, watched: Watched) -> None:
         for assignment, emitted, seconds in watched.seen:
@@ -185,7 +198,7 @@ class Arena:
                 replace(v, context=len(r.prompt) + b)  # a view is older than the round by what was on its way
                 for v, r, b in zip(assignment.views, requests, before, strict=True)
             ]
-            good = [i for i, b in enumerate(before) if b >= 0 and not views[i].missed]
+            good = [i for i, b in enumerate(before) if b >= 0 and emitted[i] and not views[i].missed]
             if good:
                 told = replace(assignment, views=tuple(views[i] for i in good))
                 self.recorder.note(told, [before[i] for i in good], [emitted[i] for i in good])

@@ -50,13 +50,15 @@ class Landed:
     Attributes:
         kept: what each emitted.
         ended: those that have to leave; one whose tokens are chosen one by one may have ended long before.
-        emitted: of a round, tokens of each that took part.
+        took: of a round, ids of those that took part.
+        emitted: likewise, tokens of each.
         saved: likewise, whether it left a draft.
         drafted: ids of those that it left one.
     """
 
     kept: list[tuple[Request, list[int]]] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
+    took: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     saved: list[bool] = field(default_factory=list)
     drafted: set[int] = field(default_factory=set)
@@ -84,6 +86,7 @@ def read(flight: Flight, lengths: list[int]) -> Landed:
         if r.failure is not None and not kept:  # it emitted nothing: no round of its own
             continue
         r.stats.count(len(kept))
+        out.took.append(id(r))
         out.emitted.append(len(kept))
         out.saved.append(bool(row[-1]))
         if row[-1]:

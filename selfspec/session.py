@@ -341,10 +341,13 @@ class Session:
         self._landed += landed.kept
         seconds = book(flight.ran, flight.clock)
         if planned is not None:
-            if planned.views and len(landed.emitted) == len(planned.views):  # nobody has left since
-                gone = [r.finish_reason is not None for r in flight.ran]
+            if planned.views and landed.emitted:  # in large batches somebody has left since every other round
+                found = dict(zip(landed.took, zip(landed.emitted, landed.saved)))
+                there = [found.get(id(v.key)) for v in planned.views]
+                gone = [t is None or bool(v.key.finish_reason) for t, v in zip(there, planned.views)]  # type: ignore[attr-defined]
                 known = Assignment(tuple(map(self._found, planned.views)), planned.plan)
-                self.policy.observe(known, landed.emitted, seconds, gone, landed.saved, cold=not flight.warm)
+                emitted, saved = [t[0] if t else 0 for t in there], [bool(t and t[1]) for t in there]
+                self.policy.observe(known, emitted, seconds, gone, saved, cold=not flight.warm)
             self._drafted = landed.drafted
         for r in landed.ended:
             self._leave(r)

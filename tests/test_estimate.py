@@ -142,9 +142,24 @@ def test_no_history_breaks_it(seed):
     assert not estimator.own
 
 
-def test_plans_share_a_family_whatever_their_block():
-    assert families(Plan("sequential", 4)) == families(Plan("sequential", 16)) == (KNOWN, KNOWN)
-    assert families(Plan("overlap", 8, groups=2)) == (KNOWN, HIDDEN)
+def test_a_small_block_is_judged_by_itself():
+    """An adapter that drafts a sixth worse in blocks of 4 was taken to be as good there as in its own of 16."""
+    cut = Family("known", 0, 0, 4)
+    estimator = Estimator([KNOWN, cut], [0.7])
+    assert tau(estimator.curves(["a"], cut)[0]) == pytest.approx(tau(estimator.curves(["a"], KNOWN)[0]))
+    for _ in range(60):
+        estimator.observe(["a"], cut, [3], [0], None)
+        estimator.observe(["a"], KNOWN, [15], [4], None)
+    assert estimator.curves(["a"], cut)[0, 0] < 0.3 < 0.7 < estimator.curves(["a"], KNOWN)[0, 0]
+    small = Estimator([cut, Family("known", 0, 0, 2), Family("loop")], [0.7])  # its own block is one of 4
+    assert small.index[cut] == small.index[KNOWN] != small.index[Family("known", 0, 0, 2)]
+
+
+def test_plans_share_a_family():
+    assert families(Plan("sequential", 16)) == families(Plan("sequential", 16, verify_length=4)) == (KNOWN, KNOWN)
+    cut = Family("known", 0, 0, 8)
+    assert families(Plan("sequential", 8)) == (cut, cut)
+    assert families(Plan("overlap", 8, groups=2)) == (cut, HIDDEN)
     assert families(Plan("overlap+tree", 16, 32)) == (Family("known", 0, 32), Family("hidden", 0, 32))
     assert families(Plan("lookup", 8))[0] == Family("lookup")
     assert families(Plan("loop", 8, adapter=1))[0] == Family("loop", 1)

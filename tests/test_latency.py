@@ -38,9 +38,10 @@ def test_measured_cells_come_back_and_the_law_between_them():
 
 
 def test_a_graph_costs_what_its_bucket_costs():
+    """Rows were padded to the next measured number too, which no graph does, and 5 requests to 16."""
     surface = Surface(CELLS, steps=True)
-    assert surface(1, 17, 512) == surface(1, 64, 512) == pytest.approx(law(1, 64, 512))
-    assert surface(5, 1, 512) == pytest.approx(law(16, 1, 512)) and surface(1, 1, 512) == pytest.approx(law(1, 1, 512))
+    assert surface(5, 1, 512) == surface(8, 1, 512) == pytest.approx(law(8, 1, 512))
+    assert surface(1, 1, 512) == pytest.approx(law(1, 1, 512)) and surface(1, 17, 512) == pytest.approx(law(1, 17, 512))
 
 
 def test_noise_cannot_make_a_smaller_forward_dearer():
@@ -57,9 +58,26 @@ def test_noise_cannot_make_a_smaller_forward_dearer():
 
 def test_beyond_what_was_measured_nothing_is_free():
     surface = Surface(CELLS)
-    assert surface.how(1, 128, 512) == "beyond" and surface(1, 128, 512) == pytest.approx(2 * surface(1, 64, 512))
-    assert surface(32, 16, 512) == pytest.approx(2 * surface(16, 16, 512))
+    assert surface.how(1, 128, 512) == "beyond" and surface(1, 128, 512) == pytest.approx(law(1, 128, 512), rel=0.01)
+    assert surface(16, 128, 512) == pytest.approx(2 * surface(16, 64, 512))  # more rows than any forward had
+    assert surface(32, 16, 512) == pytest.approx(law(32, 16, 512), rel=0.01)
+    assert law(32, 64, 512) <= surface(32, 64, 512) <= 2.01 * surface(16, 64, 512)
     assert surface(16, 1, 8192) == pytest.approx(law(16, 1, 8192))  # reading the cache goes on as it was measured
+
+
+def test_many_requests_cost_their_rows_and_not_so_many_forwards():
+    """A table of single requests told 32 forwards for a round of 32, so what lost there seemed to win as it does for
+    one."""
+    alone = LatencyTable(
+        tuple(point("clean", 1, r, law(1, r, 0), graph=True) for r in (1, 16, 64, 256))
+        + tuple(point("draft", 1, b, 0.3 * law(1, b, 0), entry=20, graph=True) for b in (4, 16)),
+        n_layers=30,
+    )
+    for n, r in ((32, 1), (8, 16), (64, 4)):
+        assert alone.time("clean", r, n) == pytest.approx(law(n, r, 0))
+        assert alone.how("clean", r, n, 512) == "beyond"
+    assert alone.time("draft", 4, 32, entry=20) == pytest.approx(0.3 * law(32, 4, 0))
+    assert alone.reach == 1 and not alone.covers(2)
 
 
 def test_a_cell_that_nobody_measured_is_completed():
@@ -201,5 +219,5 @@ def test_the_weights_values_do_not_matter(body):
 
 def test_at_load_a_few_shapes_do():
     sizes = at_load(128)
-    assert sizes.requests == (1, 4, 16, 64, 128) and at_load(1).requests == (1,) and at_load(64).requests[-1] == 64
+    assert sizes.requests == (1, 8, 32, 128) and at_load(1).requests == (1,) and at_load(64).requests[-1] == 64
     assert len(dataclasses.astuple(sizes)[0]) <= 6

@@ -19,6 +19,7 @@ from selfspec.plan import BLOCKS, Plan
 
 DEPTH = 15  # drafts of the largest block; a tree is no deeper
 OWN, SHAPE = 6.0, 16.0  # trials that a text's own odds, and its own curve's shape, are set against
+KIN = 12.0  # trials that all of smaller blocks count for in the whole one
 LEAST, MOST = 1e-3, 0.999
 FADE = 0.998  # of counts over all requests, per round
 
@@ -86,12 +87,13 @@ class Estimator:
         self._start = np.array([_curve(0.3 if k.source == "lookup" else priors[k.adapter]) for k in self.kinds])
         self.won, self.tried = np.zeros((f, DEPTH)), np.zeros((f, DEPTH))  # fading, over all requests
         self._sums = np.zeros((f, 3))  # failures, failures that the prior curve expected, trials
+        self._kin = np.zeros((f, 3))  # the same of smaller blocks, for the whole one that they are cut from
         self._lately = np.zeros(3)  # failures, failures that the shared curves expected, trials of all drafts
         stages = np.array([_stage(k)[0] for k in self.kinds])
         self._stages = [np.flatnonzero(stages == s) for s in range(3)]
         self.parent = np.array([self.index[_parent(k)] for k in self.kinds])
         odds = {"hidden": 1.6, "loop": 0.9}
-        self._odds = np.array([odds.get(k.source, 1.15 if k.block else 1.0) for k in self.kinds])[:, None]
+        self._odds = np.array([odds.get(k.source, 1.0) for k in self.kinds])[:, None]
         # further candidates catch a share of the failures that grows with the logarithm of the nodes
         self._catch = np.array([0.04 * np.log2(k.nodes) if k.nodes else 0.0 for k in self.kinds])[:, None]
         self._curves: tuple[np.ndarray, np.ndarray] | None = None
@@ -106,7 +108,8 @@ class Estimator:
         """Priors and curves of all families over all requests. [F, DEPTH] each"""
         if self._curves is None:
             prior, out = self._start.copy(), np.empty_like(self._start)
-            odds = _odds(*self._sums.T)[:, None]
+            kin = self._kin * np.minimum(1.0, KIN / np.maximum(self._kin[:, 2:], KIN))  # a start, soon outweighed
+            odds = _odds(*(self._sums + kin).T)[:, None]
             for stage, at in enumerate(self._stages):
                 if stage == 1:
                     prior[at] = harder(out[self.parent[at]], self._odds[at])
@@ -183,6 +186,10 @@ class Estimator:
         self.won[f] = FADE * self.won[f] + won.sum(0)
         self.tried[f] = FADE * self.tried[f] + tried.sum(0)
         self._sums[f] = FADE * self._sums[f] + (failed.sum(), by_prior, trials.sum())
+        if self.kinds[f].block:
+            whole = self.parent[f]
+            by_start = float((tried * (1 - self._start[whole])).sum())
+            self._kin[whole] = FADE * self._kin[whole] + (failed.sum(), by_start, trials.sum())
         self._curves = None
 
     def tau(self, family: Family) -> float:

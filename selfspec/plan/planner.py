@@ -286,7 +286,7 @@ class Planner:
             fallen = [k for k, _ in best] == [self._plain]  # falling back waits for nothing
             new = [k for k, _ in best if k not in self.current and k != self._plain]
             price = sum(self.pace.setup(k, n) for k in new) / sum(ms[k, -1] for k, _ in kept)  # in rounds
-            patience = min(self.patience, 0.3) if fallen else max(self.patience, 0.5 * price)
+            patience = min(self.patience, 0.3) if fallen else max(self.patience, 0.2 * price)
             if self._lead < patience or (self._since < self.dwell and not fallen):
                 self.rate = held
                 return kept, "keep" if rate <= held * 1.01 else "hold"
@@ -350,7 +350,7 @@ class Planner:
 
         Args:
             assignment: that ran.
-            emitted: tokens that each request emitted, bonus included.
+            emitted: tokens that each request emitted, bonus included; 0 of one that has left meanwhile.
             seconds: that it took; None where nobody measured.
             ended: requests that ended; what they would have accepted beyond is not known.
             hits: of an overlap, whether each request has a saved draft now.
@@ -370,7 +370,8 @@ class Planner:
                 keys = POOL * len(who) if keys == POOL else [views[i].key for i in who]
                 self.estimator.observe(keys, family, *picked, features)
         if plan.overlap and hits is not None:
-            self.values.saw(k, sum(hits), len(hits))
+            there = [hit for hit, tokens in zip(hits, emitted, strict=True) if tokens]
+            self.values.saw(k, sum(there), len(there))
         made_for = sum(not v.saved and not v.missed for v in views)
         expected = self.costs.round(plan, len(views), assignment.context, made_for)
         if seconds is not None:
