@@ -47,7 +47,8 @@ def families(plan: Plan) -> tuple[Family, Family]:
     if plan.lookup:
         return Family("lookup"), Family("lookup")
     nodes = plan.tree_nodes if plan.tree else 0
-    cut = plan.block_size if plan.block_size < BLOCKS[-1] and not (plan.tree or plan.loop) else 0
+    chain = plan.drafts and not (plan.tree or plan.loop)
+    cut = plan.block_size if chain and plan.block_size < BLOCKS[-1] else 0
     made = Family("loop" if plan.loop else "known", plan.adapter, nodes, cut)
     return made, Family("hidden", plan.adapter, nodes) if plan.overlap else made
 

@@ -114,7 +114,7 @@ def usable(traces: Sequence[Trace], plans: Sequence[Plan]) -> list[Trace]:
 
 
 def foretold(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int) -> Outcome:
-    """What a policy would do with a full queue: three texts a slot, the traces repeated.
+    """What a policy would do while the queue keeps all slots full: three texts a slot, the traces repeated.
 
     Raises:
         ValueError: no trace knows what the policy may choose.
@@ -123,7 +123,7 @@ def foretold(policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int) 
     if not good:
         raise ValueError(f"no trace knows {', '.join(map(str, policy.plans[:3]))}: record it in that mode")
     texts = list(itertools.islice(itertools.cycle(good), max(3 * slots, len(good))))
-    return simulate(policy, costs, texts, slots)
+    return simulate(policy, costs, texts, slots, drain=False)
 
 
 def speed_up(record: Record, plan: Plan, slots: int, seen: Sequence[int] = ()) -> float:

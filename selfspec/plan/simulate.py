@@ -70,13 +70,15 @@ class Recorder:
         self._rounds: dict[Hashable, list[tuple[Family, int, int]]] = {}
 
     def note(self, assignment: Assignment, before: Sequence[int], emitted: Sequence[int]) -> None:
-        """Book a round.
+        """Book a round; one of plain decoding, which drafts nothing, tells nothing.
 
         Args:
             assignment: that ran.
             before: tokens that each request's rounds had emitted until then (the prefill's token not among them).
             emitted: tokens that it emitted, bonus included.
         """
+        if assignment.plan.nodes == 1:
+            return
         made, saved = families(assignment.plan)
         for v, position, tokens in zip(assignment.views, before, emitted, strict=True):
             self._prompt.setdefault(v.key, v.context - position)
@@ -192,7 +194,13 @@ class _Running:
 
 
 def simulate(
-    policy: Policy, costs: Costs, traces: Sequence[Trace], slots: int = 1, noise: float = 0.0, setup: float = 0.0
+    policy: Policy,
+    costs: Costs,
+    traces: Sequence[Trace],
+    slots: int = 1,
+    noise: float = 0.0,
+    setup: float = 0.0,
+    drain: bool = True,
 ) -> Outcome:
     """Run a queue of requests through a number of slots, all there from the start.
 
@@ -204,6 +212,7 @@ def simulate(
         noise: standard deviation of the logarithm of a round's time.
         setup: milliseconds that each of the first two rounds of a plan takes longer for every number of requests up to
             a power of two (the second captures a graph).
+        drain: go on when the queue is empty and slots with it; otherwise what still runs is left.
 
     Raises:
         ValueError: the policy left a request out or gave it two plans, or a trace lacks a family that it chose.
@@ -212,7 +221,7 @@ def simulate(
     queue = deque(_Running(t, i, 0.0) for i, t in enumerate(traces) if t.tokens > 0)
     active: list[_Running] = []
     uses: Counter[tuple[Plan, int]] = Counter()
-    while queue or active:
+    while queue or (active if drain else len(active) == slots):
         joining = [queue.popleft() for _ in range(min(slots - len(active), len(queue)))]
         if joining:
             spent = _prefill(costs, [r.trace.prompt for r in joining])
