@@ -12,9 +12,9 @@ from selfspec.arena import AUTO, Arena, Run, contest, plan_of, verdict
 from selfspec.plan import Plan
 from selfspec.plan.estimate import Family
 from selfspec.plan.latency import Latency
-from selfspec.plan.planner import Assignment, Fixed
+from selfspec.plan.planner import Assignment, Fixed, View
 from selfspec.plan.record import PLAIN, Priced, Record, foretold, speed_up
-from selfspec.plan.simulate import Trace
+from selfspec.plan.simulate import Recorder, Trace
 from selfspec.plan.table import LatencyTable
 from selfspec.session import Request, Session
 
@@ -118,3 +118,39 @@ def test_a_session_says_that_it_runs_one_shape_at_a_time(model):
     with pytest.raises(ValueError, match="split=False"):
         for _ in range(6):
             session.step()
+
+
+def test_plain_rounds_are_no_refused_drafts(model):
+    """They were booked as chains of the first adapter of which nothing was accepted, at every position."""
+    recorder, chain = Recorder(), Plan("sequential", 16)
+    for plan, rounds in ((chain, [(0, 4), (4, 3)]), (PLAIN, [(i, 1) for i in range(7)])):
+        for before, emitted in rounds:
+            recorder.note(Assignment((View("a", 9 + before),), plan), [before], [emitted])
+    (trace,) = recorder.traces()
+    assert trace.tokens == 7 and trace.runs(Family("known")).tolist() == [3, 3, 3, 3, 2, 2, 2]
+
+
+def test_slots_are_staggered_and_caps_are_mixed(model):
+    """With one cap for all, plain decoding's runs ended just before its answers did: others paid for joining alone."""
+    arena = Arena(model, ["ar"], tiny.RAGGED * 4, 4, (8, 24))
+    caps = [cap for _, cap in arena.prompts]
+    assert 8 <= min(caps) < max(caps) <= 24
+    arena.eos = frozenset()
+    run = arena.run("ar", 4, 80)
+    assert run.joined >= 3 and run.rounds * 4 >= 60
+    assert [arena._request([1], 20, share).max_new_tokens for share in (0.25, 0.5, 1.0)] == [5, 10, 20]
+
+
+def test_rounds_that_somebody_left_are_observed(model):
+    """Started before the host had read the last, they were dropped: four of five in batches of 128."""
+    session = Session(model.bodies, Fixed(Plan("sequential", 4)), 2, 60)
+    seen = []
+    session.policy.observe = lambda assignment, emitted, *rest, **more: seen.append((list(emitted), rest))
+    requests = [Request(p, 12) for p in tiny.RAGGED[:2]]
+    session.add(requests)
+    session.step()
+    session._start(*session._rows(), None)
+    session._leave(requests[0])
+    session._land()
+    emitted, (_, ended, _) = seen[-1]
+    assert len(emitted) == 2 and emitted[0] == 0 and ended[0] and emitted[1] > 0

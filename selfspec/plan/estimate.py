@@ -30,7 +30,7 @@ class Family(NamedTuple):
     Some adapters lose little by blocks smaller than the one that they were trained for, others a sixth of their tokens.
 
     Attributes:
-        source: "known" (the bonus in slot 0), "hidden" (a mask there), "loop" or "lookup".
+        source: "known" (the bonus in slot 0), "hidden" (a mask there), "loop" or "lookup"; "ar" in traces only.
         adapter: index.
         nodes: of a tree, 0 for a chain; "accepted at position j" then means by any branch.
         block: of a chain that is drafted in one pass in a smaller block than the largest; 0 stands for whole ones.

@@ -70,16 +70,14 @@ class Recorder:
         self._rounds: dict[Hashable, list[tuple[Family, int, int]]] = {}
 
     def note(self, assignment: Assignment, before: Sequence[int], emitted: Sequence[int]) -> None:
-        """Book a round; one of plain decoding, which drafts nothing, tells nothing.
+        """Book a round. Plain decoding drafts nothing: its rounds are kept apart from drafts that were refused.
 
         Args:
             assignment: that ran.
             before: tokens that each request's rounds had emitted until then (the prefill's token not among them).
             emitted: tokens that it emitted, bonus included.
         """
-        if assignment.plan.nodes == 1:
-            return
-        made, saved = families(assignment.plan)
+        made, saved = (Family("ar"),) * 2 if assignment.plan.nodes == 1 else families(assignment.plan)
         for v, position, tokens in zip(assignment.views, before, emitted, strict=True):
             self._prompt.setdefault(v.key, v.context - position)
             rounds = self._rounds.setdefault(v.key, [])

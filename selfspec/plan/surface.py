@@ -74,9 +74,9 @@ class Surface:
         slab = _along(self.grid, 2, self.axes[2], np.asarray(context, float))  # [requests, rows]
         line = _along(slab, 1, self.axes[1], np.asarray(within))  # [requests]
         ms = _along(line, 0, self.axes[0], inside)
-        ms = ms + self.per_position * n * max(float(context) - self.axes[2][-1], 0.0)
-        ms = ms + self.per_position * (n - inside) * min(float(context), self.axes[2][-1])
-        return ms * self._work(n * r) / self._work(inside * within)
+        reading = self.per_position * inside * min(float(context), self.axes[2][-1])
+        growth = self._work(n * r) / self._work(inside * within)
+        return (ms - reading) * growth + self.per_position * n * float(context)
 
     def how(self, requests: float, rows: float, context: float) -> str:
         """ "measured", "between" measured points (interpolated or padded) or "beyond" them (extrapolated)."""
