@@ -113,7 +113,9 @@ def main() -> None:
     calibrated = any(getattr(b.path, "calibrate", lambda _: None)(b) is not None for b in model.bodies if b.path)
     sizes, prompts = [int(s) for s in args.slots.split(",")], queue_of(model, args.prompts, args.longest)
     arena = Arena(model, names, prompts, max(sizes), tuple(args.cap))
-    bare = Arena(model, ["ar", *overlaps], prompts, max(sizes), tuple(args.cap), calibrated=False) if calibrated else None
+    bare = (
+        Arena(model, ["ar", *overlaps], prompts, max(sizes), tuple(args.cap), calibrated=False) if calibrated else None
+    )
     if calibrated:
         for kind in [k for k in kinds if "group" in k]:
             kinds[f"{kind},{PLAINLY}"] = [kinds[kind][0], *(n + PLAINLY for n in kinds[kind] if n in overlaps)]

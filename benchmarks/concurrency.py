@@ -100,7 +100,10 @@ def main() -> None:
     who, sizes = entrants(model, args.entrants), [int(s) for s in args.slots.split(",")]
     arena = Arena(model, who, queue_of(model, args.prompts, args.longest), max(sizes), tuple(args.cap))
     data: dict[str, Any] = {"settings": vars(args), "names": who, **options.setting(model), "points": []}
-    print(f"ready after {time.perf_counter() - began:.1f} s; tokens/s in all, decoding alone, each; ratio to ar", flush=True)
+    print(
+        f"ready after {time.perf_counter() - began:.1f} s; tokens/s in all, decoding alone, each; ratio to ar",
+        flush=True,
+    )
 
     def late() -> bool:
         return time.perf_counter() - began > args.seconds
@@ -111,7 +114,14 @@ def main() -> None:
         if not runs:
             break
         found = verdict(runs)
-        data["points"].append({"slots": slots, **found, "decoding": verdict(runs, lambda r: r.decode_rate), "runs": [data_of(r) for r in runs]})
+        data["points"].append(
+            {
+                "slots": slots,
+                **found,
+                "decoding": verdict(runs, lambda r: r.decode_rate),
+                "runs": [data_of(r) for r in runs],
+            }
+        )
         data["record"] = recorded(model, arena)
         print(f"\n{slots} at a time, {tokens} tokens a run, {len(runs)} runs, {time.perf_counter() - began:.0f} s")
         for name in who:

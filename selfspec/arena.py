@@ -134,7 +134,8 @@ class Arena:
         self.model, self.prompts = model, [(list(p), draws.randint(low, high)) for p in prompts]
         self.eos, self.calibrated = frozenset(eos_ids(model.model.generation_config)), calibrated
         self.policies: dict[str, Policy] = {
-            name: planner_for(model.bodies, slots=slots) if name == AUTO else Fixed(plan_of(model, name)) for name in names
+            name: planner_for(model.bodies, slots=slots) if name == AUTO else Fixed(plan_of(model, name))
+            for name in names
         }
         plans = list(dict.fromkeys(p for policy in self.policies.values() for p in policy.plans))
         longest = max(len(p) for p, _ in self.prompts)

@@ -59,7 +59,7 @@ def test_noise_cannot_make_a_smaller_forward_dearer():
 def test_beyond_what_was_measured_nothing_is_free():
     surface = Surface(CELLS)
     assert surface.how(1, 128, 512) == "beyond" and surface(1, 128, 512) == pytest.approx(law(1, 128, 512), rel=0.01)
-    assert surface(16, 128, 512) == pytest.approx(2 * surface(16, 64, 512))  # more rows than any forward had
+    assert surface(16, 128, 512) == pytest.approx(2 * surface(16, 64, 512), rel=0.01)  # more rows than any forward had
     assert surface(32, 16, 512) == pytest.approx(law(32, 16, 512), rel=0.01)
     assert law(32, 64, 512) <= surface(32, 64, 512) <= 2.01 * surface(16, 64, 512)
     assert surface(16, 1, 8192) == pytest.approx(law(16, 1, 8192))  # reading the cache goes on as it was measured

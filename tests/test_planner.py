@@ -326,3 +326,30 @@ def test_a_planner_begins_with_what_its_adapter_is_known_to_reach(tmp_path, monk
         tokens.append(float(planner.values.tokens(accepted, np.array([99]), np.array([0]))[0][0, chain]))
     assert tokens[0] == pytest.approx(1 + 0.7 + 0.49 + 0.343, rel=0.02)
     assert tokens[1] == pytest.approx(1 + 0.9 + 0.72 + 0.576, rel=0.02)
+
+
+def test_beyond_its_table_a_planner_tries_plain_decoding_first():
+    """Told by a table of single requests, it took trees for 32 that lost to plain decoding, which was never tried."""
+    points = [("clean", 1, r, 0, 1.0 + 0.001 * r) for r in (1, 4, 16)] + [("draft", 1, r, 0, 1.0) for r in (4, 16)]
+    told = LatencyTable(tuple(Latency(k, n, r, e, 512, False, ms, ms, ms) for k, n, r, e, ms in points), 30)
+    planner, views = Planner(Costs(told), CHAINS), [View(i, 100) for i in range(32)]
+    ran = []
+    for _ in range(60):
+        (assignment,) = planner.round(views)
+        plain = assignment.plan.nodes == 1
+        planner.observe(assignment, [1 if plain else 3] * 32, 0.001 if plain else 0.02)
+        ran.append(plain)
+    assert all(ran[:3]) and sum(ran) >= 50 and all(ran[-20:])
+    assert not Planner(Costs(told), CHAINS).round(views[:1])[0].plan.nodes == 1  # the table knows this
+
+
+def test_requests_that_leave_take_what_was_learnt_of_them_along():
+    """A batch that is judged as one stayed as hard as its first texts had been, when all of them had long gone."""
+    planner, views = Planner(costs(0.001, 20), CHAINS), [View(i, 100) for i in range(4)]
+    planner.round(views)
+    for _ in range(20):
+        planner.observe(Assignment(tuple(views), Plan("sequential", 16)), [1] * 4, 0.001)
+    own = planner.estimator.own["all requests"]
+    before = own.trials
+    planner.forget(0)
+    assert own.trials == pytest.approx(0.75 * before)

@@ -197,6 +197,12 @@ class Estimator:
         """Tokens that a full round of the family emits, over all requests."""
         return 1 + float(np.cumprod(self.shared()[1][self.index[family]]).sum())
 
+    def renew(self, key: Hashable, share: float) -> None:
+        """A share of the requests that a key stands for have left; of the next ones no more is known than of any."""
+        own = self.own.get(key)
+        if own is not None:
+            own.scale(1 - share)
+
     def forget(self, key: Hashable) -> None:
         """A request is gone: the next one's text may be of another kind."""
         self.own.pop(key, None)
@@ -261,6 +267,11 @@ class _Own:
             for earlier in self.recent:
                 self._book(earlier)
         return seen.failed - foreseen
+
+    def scale(self, factor: float) -> None:
+        """Let what was booked count less."""
+        self.counts *= factor
+        self.failed, self.expected, self.trials = (factor * x for x in (self.failed, self.expected, self.trials))
 
     def _book(self, seen: _Round) -> None:
         if seen.drafted:

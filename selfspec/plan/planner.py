@@ -146,7 +146,7 @@ class Planner:
     """Chooses, every few rounds, the plans with the most expected tokens per millisecond: estimate x latency table.
 
     The first rounds run what the table and the adapter's told acceptance promise most of. A change needs gains that
-    add up to `patience` over the rounds since the last one (a half within four, 2 % only if they last), and to half of
+    add up to `patience` over the rounds since the last one (a half within four, 2 % only if they last), and to a tenth of
     what compiling and capturing the new shape takes where it never ran, as it stays captured; a change comes at most
     every `dwell` rounds. So graphs are not thrashed; plain decoding may come back at once. Modes not in use are probed
     within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred within
@@ -286,7 +286,7 @@ class Planner:
             fallen = [k for k, _ in best] == [self._plain]  # falling back waits for nothing
             new = [k for k, _ in best if k not in self.current and k != self._plain]
             price = sum(self.pace.setup(k, n) for k in new) / sum(ms[k, -1] for k, _ in kept)  # in rounds
-            patience = min(self.patience, 0.3) if fallen else max(self.patience, 0.2 * price)
+            patience = min(self.patience, 0.3) if fallen else max(self.patience, 0.1 * price)
             if self._lead < patience or (self._since < self.dwell and not fallen):
                 self.rate = held
                 return kept, "keep" if rate <= held * 1.01 else "hold"
@@ -381,6 +381,8 @@ class Planner:
     def forget(self, key: Hashable) -> None:
         """A request is gone."""
         self.estimator.forget(key)
+        if key in self._members and len(self._members) > 1:
+            self.estimator.renew(POOL[0], 1 / len(self._members))
         self._members.discard(key)
         if key in self._keys:  # nor is it held in memory, with the keys and values that it may have kept
             self._keys = ()

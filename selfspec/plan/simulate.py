@@ -109,8 +109,8 @@ class Recorder:
 
 
 def made_of(family: Family) -> Family:
-    """The family whose rounds begin where this one's are missed: an overlap's have both."""
-    return family._replace(source="known") if family.source == "hidden" else family
+    """The family whose rounds begin where this one's are missed: an overlap's have both, of whatever block."""
+    return family._replace(source="known" if family.source == "hidden" else family.source, block=0)
 
 
 def of_stats(stats: Stats, family: Family, tokens: int, prompt: int = 0, seed: int = 0) -> Trace:
