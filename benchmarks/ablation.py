@@ -3,9 +3,9 @@
 python benchmarks/ablation.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --device cuda --seconds 150 \
     --json benchmarks/ablation_h200.json --markdown ablation.md
 
-Runs as `benchmarks/concurrency.py` does. A row's figures are its speed-ups over plain decoding, prompts included; it wins where it is the
-fastest of its kind, and one that is nowhere faster than its kind's plainest by 1 % says that it never wins. What the
-adapters were not trained for is left out and named.
+Runs as `benchmarks/concurrency.py` does. A row's figures are its speed-ups over plain decoding, prompts included; it
+wins where it is the fastest of its kind, and one that is nowhere faster than its kind's plainest by 1 % says that it
+never wins. What the adapters were not trained for is left out and named.
 """
 
 import argparse

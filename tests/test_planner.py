@@ -340,7 +340,7 @@ def test_beyond_its_table_a_planner_tries_plain_decoding_first():
         planner.observe(assignment, [1 if plain else 3] * 32, 0.001 if plain else 0.02)
         ran.append(plain)
     assert all(ran[:3]) and sum(ran) >= 50 and all(ran[-20:])
-    assert not Planner(Costs(told), CHAINS).round(views[:1])[0].plan.nodes == 1  # the table knows this
+    assert Planner(Costs(told), CHAINS).round(views[:1])[0].plan.nodes > 1  # the table knows this
 
 
 def test_requests_that_leave_take_what_was_learnt_of_them_along():

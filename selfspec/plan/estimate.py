@@ -19,7 +19,7 @@ from selfspec.plan import BLOCKS, Plan
 
 DEPTH = 15  # drafts of the largest block; a tree is no deeper
 OWN, SHAPE = 6.0, 16.0  # trials that a text's own odds, and its own curve's shape, are set against
-KIN = 12.0  # trials that all of smaller blocks count for in the whole one
+KIN = 40.0  # trials that all of smaller blocks count for in the whole one
 LEAST, MOST = 1e-3, 0.999
 FADE = 0.998  # of counts over all requests, per round
 

@@ -146,12 +146,12 @@ class Planner:
     """Chooses, every few rounds, the plans with the most expected tokens per millisecond: estimate x latency table.
 
     The first rounds run what the table and the adapter's told acceptance promise most of. A change needs gains that
-    add up to `patience` over the rounds since the last one (a half within four, 2 % only if they last), and to a tenth of
-    what compiling and capturing the new shape takes where it never ran, as it stays captured; a change comes at most
+    add up to `patience` over the rounds since the last one (a half within four, 2 % only if they last), and to a tenth
+    of what compiling and capturing the new shape takes where it never ran, as it stays captured; a change comes at most
     every `dwell` rounds. So graphs are not thrashed; plain decoding may come back at once. Modes not in use are probed
     within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred within
-    1.5 %: where drafts do not pay, it wins. With more requests than the table holds, where costs are extrapolated, plain
-    decoding runs first until its rounds are known, and a plan's first rounds there outweigh all that others told.
+    1.5 %: where drafts do not pay, it wins. With more requests than the table holds, where costs are extrapolated,
+    plain decoding runs first until its rounds are known, and a plan's first rounds there outweigh what others told.
 
     With `split`, a batch may run as two shapes where the table says that their two forwards pay, and every request is
     judged by itself. Without it the rounds of a batch are one request's to the estimator: their sum is all that counts,
