@@ -9,6 +9,7 @@ import tiny
 
 from selfspec import SelfSpecModel
 from selfspec.arena import AUTO, Arena, Run, contest, plan_of, verdict
+from selfspec.explain import Watched
 from selfspec.plan import Plan
 from selfspec.plan.estimate import Family
 from selfspec.plan.latency import Latency
@@ -143,13 +144,12 @@ def test_slots_are_staggered_and_caps_are_mixed(model):
 
 def test_rounds_that_somebody_left_are_observed(model):
     """Started before the host had read the last, they were dropped: four of five in batches of 128."""
-    session = Session(model.bodies, Fixed(Plan("sequential", 4)), 2, 60)
-    seen = []
+    session, seen = Session(model.bodies, Watched(Fixed(Plan("sequential", 4))), 2, 60), []
     session.policy.observe = lambda assignment, emitted, *rest, **more: seen.append((list(emitted), rest))
     requests = [Request(p, 12) for p in tiny.RAGGED[:2]]
     session.add(requests)
     session.step()
-    session._start(*session._rows(), None)
+    session._start()
     session._leave(requests[0])
     session._land()
     emitted, (_, ended, _) = seen[-1]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -62,6 +63,17 @@ def test_linear_agrees_with_torch(name, dtype):
     assert not tickets.any()  # ready for the next launch
 
 
+def products_keep_rows():
+    """Whether numpy, which multiplies for the interpreter, gives a row the same product at every place of a tile."""
+    left, right = numpy.random.default_rng(0).standard_normal((2, 32, 32), dtype=numpy.float32)
+    moved = [numpy.roll(numpy.roll(left, j, 0) @ right, -j, 0) for j in range(32)]
+    return all((m == moved[0]).all() for m in moved)
+
+
+# so it is with AVX-512; on a GPU the kernels' own products are tried
+@pytest.mark.skipif(
+    DEVICE == "cpu" and not products_keep_rows(), reason="numpy's products here depend on a row's place"
+)
 @pytest.mark.parametrize("name", ["three weights", "swiglu", "norm and split"])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_rows_product_does_not_depend_on_its_company(name, dtype):
