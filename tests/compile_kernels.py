@@ -104,6 +104,16 @@ def entries(dtype, every):
         enter(tokens, tokens, x, square[:16], weight, extra)
 
 
+def groups(dtype, every):
+    from selfspec.kernels.groups import attend
+
+    q, k = (rand(1, h, r, 64, dtype=dtype).requires_grad_() for h, r in ((9, 32), (3, 96)))
+    ranges = torch.zeros(1, 2, dtype=torch.int32)
+    for causal in (False, True)[: 1 + every]:
+        out, _ = attend(q, k, k, ranges, ranges, 16, 0.125, causal)
+        out.sum().backward()
+
+
 def walks(dtype, every):
     from selfspec.kernels.paths import paths
     from selfspec.kernels.settle import move_on
@@ -137,5 +147,5 @@ def attentions(dtype, every):
 if __name__ == "__main__":
     driver.set_active(Device())
     jit.JITFunction.run = compile_only(jit.JITFunction.run)
-    for compile_all in (linears, rotaries, noises, tops, entries, walks, attentions):
+    for compile_all in (linears, rotaries, noises, tops, entries, groups, walks, attentions):
         compile_all(getattr(torch, sys.argv[1]), sys.argv[2:] == ["all"])

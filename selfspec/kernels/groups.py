@@ -38,14 +38,14 @@ def _attend(
     factor = scale * LOG2E
     # its own rows first: every row sees itself, so that the maximum is finite from here on
     own = prefix + first + mate
-    keys = tl.load(k + own[:, None] * k_r + lane, (mate < SIZE)[:, None] & here, 0.0)
-    values = tl.load(v + own[:, None] * v_r + lane, (mate < SIZE)[:, None] & here, 0.0)
+    own_keys = tl.load(k + own[:, None] * k_r + lane, (mate < SIZE)[:, None] & here, 0.0)
+    own_values = tl.load(v + own[:, None] * v_r + lane, (mate < SIZE)[:, None] & here, 0.0)
     seen = (mate < SIZE)[None, :] & ((mate[None, :] <= row[:, None]) | (not CAUSAL))
-    s = tl.where(seen, tl.dot(x, tl.trans(keys)) * factor, -float("inf"))
-    high = tl.max(s, 1)
-    p = tl.exp2(s - high[:, None])
-    mass = tl.sum(p, 1)
-    acc = tl.dot(p.to(values.dtype), values)
+    own_s = tl.where(seen, tl.dot(x, tl.trans(own_keys)) * factor, -float("inf"))
+    high = tl.max(own_s, 1)
+    own_p = tl.exp2(own_s - high[:, None])
+    mass = tl.sum(own_p, 1)
+    acc = tl.dot(own_p.to(own_values.dtype), own_values)
     start, stop = tl.load(lo + n * n_groups + a), tl.load(hi + n * n_groups + a)
     for slot in range(start, stop, SLOTS):
         at = slot + tl.arange(0, SLOTS)
@@ -91,15 +91,15 @@ def _gradients(
     factor = scale * LOG2E
     own = prefix + first + mate
     mates = (mate < SIZE)[:, None] & here
-    keys = tl.load(k + own[:, None] * k_r + lane, mates, 0.0)
-    values = tl.load(v + own[:, None] * v_r + lane, mates, 0.0)
+    own_keys = tl.load(k + own[:, None] * k_r + lane, mates, 0.0)
+    own_values = tl.load(v + own[:, None] * v_r + lane, mates, 0.0)
     seen = (mate < SIZE)[None, :] & ((mate[None, :] <= row[:, None]) | (not CAUSAL)) & live[:, None]
-    p = tl.where(seen, tl.exp2(tl.dot(x, tl.trans(keys)) * factor - norm[:, None]), 0.0)
-    ds = p * (tl.dot(g, tl.trans(values)) - delta[:, None]) * scale
-    acc = tl.dot(ds.to(keys.dtype), keys)
+    own_p = tl.where(seen, tl.exp2(tl.dot(x, tl.trans(own_keys)) * factor - norm[:, None]), 0.0)
+    own_ds = own_p * (tl.dot(g, tl.trans(own_values)) - delta[:, None]) * scale
+    acc = tl.dot(own_ds.to(own_keys.dtype), own_keys)
     at_kv = ((n.to(tl.int64) * tl.num_programs(1) + kv) * n_keys + own)[:, None] * WIDTH + lane
-    tl.store(dk + at_kv, tl.dot(tl.trans(ds.to(x.dtype)), x), mates)
-    tl.store(dv + at_kv, tl.dot(tl.trans(p.to(g.dtype)), g), mates)
+    tl.store(dk + at_kv, tl.dot(tl.trans(own_ds.to(x.dtype)), x), mates)
+    tl.store(dv + at_kv, tl.dot(tl.trans(own_p.to(g.dtype)), g), mates)
     start, stop = tl.load(lo + n * n_groups + a), tl.load(hi + n * n_groups + a)
     for slot in range(start, stop, SLOTS):
         at = slot + tl.arange(0, SLOTS)
