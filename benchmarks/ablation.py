@@ -8,14 +8,12 @@ wins where it is the fastest of its kind, and one that is nowhere faster than it
 never wins. What the adapters were not trained for is left out and named.
 """
 
-import argparse
 import json
 import time
 from operator import attrgetter
 from typing import Any
 
-import torch
-from concurrency import queue_of
+from concurrency import loaded, parser_of, queue_of
 
 from selfspec import SelfSpecModel, options
 from selfspec.arena import Arena, Run, contest, data_of, plan_of, verdict
@@ -79,29 +77,11 @@ def table(kinds: dict[str, list[str]], over_ar: dict[int, dict[str, float]]) -> 
 
 def main() -> None:
     """Measures, prints Markdown, writes JSON after every number of requests."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--adapter", default="auto", help="one, or several with commas between them")
-    parser.add_argument("--prompts", nargs="*", help="by default the built-in suite")
-    parser.add_argument("--longest", type=int, default=128, help="tokens; longer prompts are left out")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = parser_of(__doc__, slots="1,8,64", tokens=128, repeats=3)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--slots", default="1,8,64")
-    parser.add_argument("--cap", type=int, nargs=2, default=(32, 192), help="new tokens at least and at most")
-    parser.add_argument("--tokens", type=int, default=128, help="of a run, for each slot")
-    parser.add_argument("--least", type=int, default=512, help="tokens of a run")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--warm", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later")
-    parser.add_argument("--json")
     parser.add_argument("--markdown")
     args = parser.parse_args()
-    began = time.perf_counter()
-    given = args.adapter.split(",")
-    model = SelfSpecModel.from_pretrained(
-        args.model, given if len(given) > 1 else given[0], dtype=getattr(torch, args.dtype), device=args.device
-    )
+    began, model = time.perf_counter(), loaded(args)
     kinds: dict[str, list[str]] = {}
     refused: list[str] = []
     for i in range(len(model.bodies)):

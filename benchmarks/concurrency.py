@@ -73,30 +73,43 @@ def line(name: str, runs: list[Run], ratio: float | None) -> str:
     return text + (f"  {dict(plans.most_common(3))}" if len(plans) > 1 else "")
 
 
-def main() -> None:
-    """Measures, prints a table, writes JSON after every point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """The options that everything measured in an arena has. defaults: of slots, tokens and repeats."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--adapter", default="auto", help="one, or several with commas between them")
     parser.add_argument("--prompts", nargs="*", help="by default the built-in suite")
     parser.add_argument("--longest", type=int, default=128, help="tokens; longer prompts are left out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--entrants", help="names as in selfspec.arena.plan_of, and auto")
-    parser.add_argument("--slots", default="1,32,8,128,2,4,16,64", help="in this order")
+    parser.add_argument("--slots", help="in this order")
     parser.add_argument("--cap", type=int, nargs=2, default=(32, 192), help="new tokens at least and at most")
-    parser.add_argument("--tokens", type=int, default=256, help="of a run, for each slot: several mean answers")
+    parser.add_argument("--tokens", type=int, help="of a run, for each slot")
     parser.add_argument("--least", type=int, default=512, help="tokens of a run")
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later")
     parser.add_argument("--json")
-    args = parser.parse_args()
-    began = time.perf_counter()
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def loaded(args: argparse.Namespace) -> SelfSpecModel:
+    """The model with its adapters."""
     names = args.adapter.split(",")
-    model = SelfSpecModel.from_pretrained(
+    return SelfSpecModel.from_pretrained(
         args.model, names if len(names) > 1 else names[0], dtype=getattr(torch, args.dtype), device=args.device
     )
+
+
+def main() -> None:
+    """Measures, prints a table, writes JSON after every point."""
+    # a run lasts several mean answers
+    parser = parser_of(__doc__, slots="1,32,8,128,2,4,16,64", tokens=256, repeats=4)
+    parser.add_argument("--entrants", help="names as in selfspec.arena.plan_of, and auto")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    model = loaded(args)
     who, sizes = entrants(model, args.entrants), [int(s) for s in args.slots.split(",")]
     arena = Arena(model, who, queue_of(model, args.prompts, args.longest), max(sizes), tuple(args.cap))
     data: dict[str, Any] = {"settings": vars(args), "names": who, **options.setting(model), "points": []}
