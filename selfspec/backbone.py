@@ -16,6 +16,7 @@ from selfspec.attention import AttentionRule
 from selfspec.cache import KVCache, PrefixCache
 from selfspec.graphs import capturable
 from selfspec.packed import pack, packable
+from selfspec.routed import Route, RoutedLinear
 from selfspec.rows import RowLayout, chain
 from selfspec.shadow import (
     UnsupportedModel,
@@ -84,30 +85,6 @@ class Hidden:
     clean: Tensor
     draft: Tensor
     taps: Tensor | None = None
-
-
-class Route:
-    """Where draft rows begin in the row axis of the running forward; shared by all routed modules of a backbone."""
-
-    def __init__(self) -> None:
-        self.n_clean = 0
-
-
-class RoutedLinear(nn.Module):
-    """The base Linear for clean rows, the mask path's for draft rows, which stand last in the row axis."""
-
-    def __init__(self, base: nn.Module, delta: nn.Module, route: Route):
-        super().__init__()
-        self.base, self.delta, self.route = base, delta, route
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, R, in] -> [N, R, out]"""
-        c = self.route.n_clean
-        if c == x.shape[1]:
-            return self.base(x)
-        if c == 0:
-            return self.delta(x, self.base)
-        return torch.cat([self.base(x[:, :c]), self.delta(x[:, c:], self.base)], 1)
 
 
 class Backbone(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.clock import Clock
-from selfspec.plan.planner import Assignment
+from selfspec.plan.planner import Assignment, View
 from selfspec.request import Request
 
 
@@ -50,18 +50,20 @@ class Landed:
     Attributes:
         kept: what each emitted.
         ended: those that have to leave; one whose tokens are chosen one by one may have ended long before.
-        took: of a round, ids of those that took part.
-        emitted: likewise, tokens of each.
-        saved: likewise, whether it left a draft.
+        took: of a round, by the ids of those that took part: tokens of each, and whether it left a draft.
         drafted: ids of those that it left one.
     """
 
     kept: list[tuple[Request, list[int]]] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
-    took: list[int] = field(default_factory=list)
-    emitted: list[int] = field(default_factory=list)
-    saved: list[bool] = field(default_factory=list)
+    took: dict[int, tuple[int, bool]] = field(default_factory=dict)
     drafted: set[int] = field(default_factory=set)
+
+    def by(self, views: Sequence[View]) -> tuple[list[int], list[bool], list[bool]]:
+        """For each of a round's views the tokens emitted, whether the request has left, whether it left a draft."""
+        took = [self.took.get(id(v.key)) for v in views]
+        gone = [t is None or bool(v.key.finish_reason) for t, v in zip(took, views)]  # type: ignore[attr-defined]
+        return [t[0] if t else 0 for t in took], gone, [bool(t and t[1]) for t in took]
 
 
 def read(flight: Flight, lengths: list[int]) -> Landed:
@@ -86,9 +88,7 @@ def read(flight: Flight, lengths: list[int]) -> Landed:
         if r.failure is not None and not kept:  # it emitted nothing: no round of its own
             continue
         r.stats.count(len(kept))
-        out.took.append(id(r))
-        out.emitted.append(len(kept))
-        out.saved.append(bool(row[-1]))
+        out.took[id(r)] = len(kept), bool(row[-1])
         if row[-1]:
             r.stats.saved += 1
             out.drafted.add(id(r))

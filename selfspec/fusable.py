@@ -9,10 +9,11 @@ import triton
 from torch import Tensor, nn
 
 from selfspec.attention import AttentionRule
-from selfspec.backbone import Backbone, RoutedLinear
+from selfspec.backbone import Backbone
 from selfspec.cache import KVCache
 from selfspec.fused import FusedLayer, FusedLinear, FusedNorm
 from selfspec.kernels.linear import TICKETS
+from selfspec.routed import RoutedLinear
 from selfspec.rows import chain
 from selfspec.shadow import UnsupportedModel
 

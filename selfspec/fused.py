@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from selfspec.attention import AttentionRule
-from selfspec.backbone import RoutedLinear
 from selfspec.cache import SlotLayer
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.norm import rmsnorm
 from selfspec.kernels.rotary import rotary
+from selfspec.routed import RoutedLinear
 
 MANY = 128  # rows; beyond them cuBLAS is faster than tiles made for a few, and its order of adding depends on them
 

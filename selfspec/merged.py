@@ -6,7 +6,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from selfspec.backbone import Backbone, RoutedLinear
+from selfspec.backbone import Backbone
+from selfspec.routed import RoutedLinear
 
 
 def merge(backbone: Backbone) -> int:

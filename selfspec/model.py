@@ -14,9 +14,10 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from selfspec import hub, settings
 from selfspec.adapters import MaskPathModel, io
-from selfspec.attention import best
+from selfspec.attention import decoding
 from selfspec.backbone import Backbone
 from selfspec.generation import Extras, build_requests, output_of, prompts_of
+from selfspec.inputs import Prompts, batch
 from selfspec.memory import fitting
 from selfspec.past import Past
 from selfspec.plan import Plan
@@ -27,7 +28,6 @@ from selfspec.shadow import table_of
 from selfspec.stats import Stats, total
 from selfspec.turns import in_turn
 
-Prompts = Sequence[str | Sequence[int]]
 LOOKUP_BLOCK = 8  # nodes of a looked-up chain: longer ones are seldom right, and every row costs
 ROUND_UP = 1024  # positions of a session on a GPU, so that the next, longer text fits it too
 log = logging.getLogger(__name__)
@@ -67,9 +67,7 @@ class SelfSpecModel:
         for one in paths:
             _follow(model, one)
         self.model, self.path, self.tokenizer, self.exact = model, paths[0] if paths else None, tokenizer, exact
-        if attention == "grouped":
-            raise ValueError("attention='grouped' is for training's draft groups; decoding takes sdpa, triton or flash")
-        backend, packed = attention or best(model.device, model.dtype), {}  # type: ignore[var-annotated]
+        backend, packed = decoding(attention, model.device, model.dtype), {}  # type: ignore[var-annotated]
         self.bodies = [Backbone(model, p, backend, verify=not i) for i, p in enumerate(paths or [None])]
         self.backbone = self.bodies[0]
         self.kernels, *_ = [body.hasten(exact, packed) for body in self.bodies]
@@ -192,7 +190,8 @@ class SelfSpecModel:
         """
         config = settings.merge(self.model.generation_config, generation_config, kwargs)
         eos, pad = settings.eos_ids(config), settings.pad_id(config)
-        ids, listed = self._one_input(inputs, input_ids, pad or 0)
+        body = self.backbone
+        ids, listed = batch(inputs, input_ids, pad or 0, body.vocab_size, body.device, self.tokenizer)
         if listed is not None and attention_mask is not None:
             raise ValueError("an attention_mask goes with padded token ids, not with a list of prompts")
         attention_mask = attention_mask if listed is None else listed
@@ -355,36 +354,6 @@ class SelfSpecModel:
         plan.require(path)
         return plan
 
-    def _one_input(
-        self, inputs: Tensor | Prompts | None, input_ids: Tensor | Prompts | None, pad: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The prompts as [N, T], and the mask of those that came as a list."""
-        if (inputs is None) == (input_ids is None):
-            raise ValueError("pass the prompt once, as inputs or as input_ids")
-        ids = inputs if inputs is not None else input_ids
-        assert ids is not None
-        mask = None
-        if not isinstance(ids, Tensor):
-            ids, mask = _left_padded(self._encoded(ids), pad)
-        if ids.dim() != 2 or not ids.numel():
-            raise ValueError(f"the prompt is empty or not [N, T]: got shape {tuple(ids.shape)}")
-        if ids.dtype not in (torch.int32, torch.int64):  # the answer has the prompt's type, and must fit into it
-            raise ValueError(f"token ids must be int64 or int32 integers, got {ids.dtype}")
-        if int(ids.min()) < 0 or int(ids.max()) >= self.backbone.vocab_size:
-            raise ValueError(f"token ids must lie in 0..{self.backbone.vocab_size - 1}")
-        return ids.to(self.backbone.device), mask
-
-    def _encoded(self, prompts: Prompts) -> list[list[int]]:
-        """Token lists of a list of prompts."""
-        if isinstance(prompts, str):
-            raise ValueError("pass a list of prompts, not a single string")
-        if any(isinstance(p, str) for p in prompts) and self.tokenizer is None:
-            raise ValueError("prompts are strings, and this model was made without a tokenizer")
-        out = [self.tokenizer(p)["input_ids"] if isinstance(p, str) else list(p) for p in prompts]
-        if not out or not all(out):
-            raise ValueError("the prompt is empty" if out else "no prompts were given")
-        return out
-
     def _cap(self, config: GenerationConfig, prompts: list[list[int]], width: int) -> int:
         """New tokens allowed, checked against the model's context."""
         limit, longest = self.backbone.max_positions, max(map(len, prompts))
@@ -403,10 +372,3 @@ def _follow(model: PreTrainedModel, path: MaskPathModel) -> None:
     if own is not None and (own.device, own.dtype) != (table.device, table.dtype):
         log.warning("the adapter was on %s in %s: moved to %s as %s", own.device, own.dtype, table.device, table.dtype)
         path.to(table.device, table.dtype)
-
-
-def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Ragged prompts as [N, T] and their mask."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-    return ids, torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])

@@ -341,12 +341,9 @@ class Session:
         self._landed += landed.kept
         seconds = book(flight.ran, flight.clock)
         if planned is not None:
-            if planned.views and landed.emitted:  # in large batches somebody has left since every other round
-                found = dict(zip(landed.took, zip(landed.emitted, landed.saved)))
-                there = [found.get(id(v.key)) for v in planned.views]
-                gone = [t is None or bool(v.key.finish_reason) for t, v in zip(there, planned.views)]  # type: ignore[attr-defined]
+            if planned.views and landed.took:  # in large batches somebody has left since every other round
+                emitted, gone, saved = landed.by(planned.views)
                 known = Assignment(tuple(map(self._found, planned.views)), planned.plan)
-                emitted, saved = [t[0] if t else 0 for t in there], [bool(t and t[1]) for t in there]
                 self.policy.observe(known, emitted, seconds, gone, saved, cold=not flight.warm)
             self._drafted = landed.drafted
         for r in landed.ended:

@@ -22,8 +22,9 @@ from tiny import (
 )
 
 from selfspec import SelfSpecModel, rows
-from selfspec.backbone import MASK, Backbone, DraftRows, RoutedLinear
+from selfspec.backbone import MASK, Backbone, DraftRows
 from selfspec.cache import PrefixCache
+from selfspec.routed import RoutedLinear
 from selfspec.shadow import UnsupportedModel
 
 LONG = (PROMPT * 3)[:23]  # several times the windows

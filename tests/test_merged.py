@@ -6,9 +6,10 @@ from tiny import PROMPT, model_of, path_of
 
 from selfspec import SelfSpecModel, rows
 from selfspec.adapters.lora import LoraDelta
-from selfspec.backbone import Backbone, RoutedLinear
+from selfspec.backbone import Backbone
 from selfspec.draft.block import draft_inputs
 from selfspec.merged import merge
+from selfspec.routed import RoutedLinear
 
 
 def logits(body):

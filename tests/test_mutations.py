@@ -12,10 +12,11 @@ from test_rows import brute_force
 from tiny import LAYERS, PROMPT, RAGGED, VOCAB, model_of, path_of, reference, run
 
 from selfspec import attention, decode, rows
-from selfspec.backbone import MASK, Backbone, DraftRows, RoutedLinear
+from selfspec.backbone import MASK, Backbone, DraftRows
 from selfspec.cache import PrefixCache
 from selfspec.draft import block
 from selfspec.plan import Plan
+from selfspec.routed import RoutedLinear
 from selfspec.session import Request, Session
 from selfspec.verify import Accepted
 

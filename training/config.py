@@ -153,6 +153,23 @@ class TrainConfig:
         """The objectives."""
         return Mix.from_config(self.objectives)
 
+    def backend(self, cuda: bool, compiled: bool) -> str:
+        """The attention backend.
+
+        Args:
+            cuda: the device is one.
+            compiled: layers are compiled.
+
+        Raises:
+            ValueError: options that ask for a device or for compiled layers which are not there.
+        """
+        name = ("flex" if cuda else "sdpa") if self.attention == "auto" else self.attention
+        if self.graph and not cuda:
+            raise ValueError("graph=true captures a CUDA graph, and the device is none: leave it out")
+        if self.flex and not (compiled and name in ("flex", "flash", "grouped")):
+            raise ValueError("flex= sets options of compiled FlexAttention: use attention=flex compile=true")
+        return name
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return dataclasses.asdict(self)

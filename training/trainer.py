@@ -73,11 +73,7 @@ class Trainer:
         self.log = Log(self.out, config.tensorboard, silent=not self.world.main)
         cuda = self.device.type == "cuda"
         compiled = cuda if config.compile is None else config.compile
-        backend = ("flex" if cuda else "sdpa") if config.attention == "auto" else config.attention
-        if config.graph and not cuda:
-            raise ValueError(f"graph=true captures a CUDA graph, and the device is {self.device}: leave it out")
-        if config.flex and not (compiled and backend in ("flex", "flash", "grouped")):
-            raise ValueError("flex= sets options of compiled FlexAttention: use attention=flex compile=true")
+        backend = config.backend(cuda, compiled)
 
         answers = load_answers(config.data) if answers is None else answers
         if valid is None and config.valid:

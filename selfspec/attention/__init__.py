@@ -69,6 +69,17 @@ def best(device: torch.device, dtype: torch.dtype) -> str:
     return "triton" if device.type == "cuda" and known and find_spec("triton") else "sdpa"
 
 
+def decoding(name: str | None, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend to decode with: the one of that name, or the best.
+
+    Raises:
+        ValueError: it is for training alone.
+    """
+    if name == "grouped":
+        raise ValueError("attention='grouped' is for training's draft groups; decoding takes sdpa, triton or flash")
+    return name or best(device, dtype)
+
+
 def by_triton(name: str) -> bool:
     """Whether a backend of that name leaves a decoding round to the Triton kernel."""
     return name in ("triton", "flash")
