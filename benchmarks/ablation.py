@@ -20,10 +20,10 @@ from selfspec.arena import Arena, Run, contest, data_of, plan_of, verdict
 
 # kind -> names; the first of each is what the others have to beat
 KINDS = {
-    "trees": ("sequential", "tree/nodes=16", "tree/nodes=64", "tree/nodes=256"),
+    "trees": ("sequential", "tree/nodes=15", "tree/nodes=63", "tree/nodes=255"),
     "groups": ("sequential/b=8", "overlap/b=8/groups=1", "overlap/b=8/groups=2", "overlap/b=8/groups=4", "overlap/b=8"),
-    "overlapped trees": ("tree/nodes=16", "overlap+tree/nodes=16/groups=2", "overlap+tree/nodes=16/groups=4"),
-    "loop": ("sequential", "loop", "loop/passes=3", "loop+tree/nodes=16"),
+    "overlapped trees": ("tree/nodes=15", "overlap+tree/nodes=15/groups=2", "overlap+tree/nodes=15/groups=4"),
+    "loop": ("sequential", "loop", "loop/passes=3", "loop+tree/nodes=15"),
     "lengths": (
         "sequential",
         "sequential/b=2",

@@ -24,7 +24,7 @@ from selfspec.arena import AUTO, Arena, Run, contest, data_of, plan_of, verdict
 from selfspec.plan.record import Record
 from selfspec.planners import table_of
 
-MODES = ("sequential/b=4", "sequential/b=8", "sequential", "tree/nodes=16", "tree/nodes=32", "tree/nodes=64")
+MODES = ("sequential/b=4", "sequential/b=8", "sequential", "tree/nodes=15", "tree/nodes=31", "tree/nodes=63")
 MORE = ("overlap/b=4", "overlap/b=8/groups=4", "loop")  # where the adapter was trained for them
 
 

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--modes", default="ar,sequential,tree")
-    parser.add_argument("--tree-nodes", type=int, default=32)
+    parser.add_argument("--tree-nodes", type=int, default=31)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--exact", default="yes,no", help="which engines: yes, no")
     parser.add_argument("--control", type=int, default=16, help="prompts of Hugging Face generate, batch 8 against 1")

@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--mode", default="sequential")
-    parser.add_argument("--tree-nodes", type=int, default=32)
+    parser.add_argument("--tree-nodes", type=int, default=31)
     parser.add_argument("--contexts", default="512,2048,8192")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=128)

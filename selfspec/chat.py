@@ -17,6 +17,7 @@ from selfspec import prompts
 from selfspec.model import SelfSpecModel
 from selfspec.options import Chosen, Sampled, check_modes, load_model
 from selfspec.past import FIELD, Past
+from selfspec.plan import NODES
 from selfspec.prompts import Message
 from selfspec.stats import Stats
 from selfspec.terminal import refuse, refusing, say
@@ -84,7 +85,7 @@ class Settings:
     cap: int = 256
     mode: str | None = None
     block_size: int | None = None
-    tree_nodes: int = 16
+    tree_nodes: int = NODES
     choice: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from selfspec import options, prompts
 from selfspec.generation import processors_of
 from selfspec.model import SelfSpecModel
+from selfspec.plan import NODES
 from selfspec.prompts import Prompt
 from selfspec.reference import Finding, Judge, Rescore, answers
 from selfspec.sampling import Pipeline, as_seed, perturbed
@@ -98,7 +99,7 @@ class Settings:
     batches: list[int]
     cap: int
     block_size: int | None = None
-    tree_nodes: int = 16
+    tree_nodes: int = NODES
     choice: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
 

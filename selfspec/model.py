@@ -20,7 +20,7 @@ from selfspec.generation import Extras, build_requests, output_of, prompts_of
 from selfspec.inputs import Prompts, batch
 from selfspec.memory import fitting
 from selfspec.past import Past
-from selfspec.plan import Plan
+from selfspec.plan import NODES, Plan
 from selfspec.plan.planner import Fixed, Policy
 from selfspec.planners import planner_for
 from selfspec.session import Request, Session
@@ -143,7 +143,7 @@ class SelfSpecModel:
         verify: str | None = None,
         mode: str | None = None,
         block_size: int | None = None,
-        tree_nodes: int = 16,
+        tree_nodes: int = NODES,
         slots: int | None = None,
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -320,7 +320,7 @@ class SelfSpecModel:
 
     @in_turn
     def policy(
-        self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16, verify: str = "coupled"
+        self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = NODES, verify: str = "coupled"
     ) -> Policy:
         """What chooses the rounds' plans: with "auto" the planner, which learns from call to call; else one plan.
 
@@ -336,7 +336,7 @@ class SelfSpecModel:
         return self._planners[verify]
 
     def plan(
-        self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = 16, adapter: int = 0
+        self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = NODES, adapter: int = 0
     ) -> Plan:
         """The fixed plan that these choices stand for; `adapter` counts those that are loaded.
 

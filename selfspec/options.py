@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hi
 import typer
 
 from selfspec import prompts
+from selfspec.plan import NODES
 from selfspec.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Chosen:
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens verified per round in a chain; by default the adapter's.")
     ] = None
-    tree_nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = 16
+    tree_nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = NODES
     exact: Annotated[
         bool, typer.Option("--exact", help="In half precision on a GPU too: the tokens of plain decoding at batch 1.")
     ] = False

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from selfspec import hub, options
 from selfspec.measure import Prompts, Runner, Watch
 from selfspec.model import SelfSpecModel
+from selfspec.plan import NODES
 from selfspec.reference import answers, eos_ids
 from selfspec.request import Request
 from selfspec.stats import Stats
@@ -24,7 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def engine_runner(
-    model: SelfSpecModel, mode: str, block_size: int | None = None, tree_nodes: int = 16, name: str | None = None
+    model: SelfSpecModel, mode: str, block_size: int | None = None, tree_nodes: int = NODES, name: str | None = None
 ) -> Runner:
     """This package's decoder in one mode. Its slots are kept full from the queue: an ended request's successor joins
     while the others run.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from selfspec.adapters import MaskPathConfig
-from selfspec.plan import Plan, menu
+from selfspec.plan import TREES, Plan, menu
 from selfspec.plan.cost import Costs, Pace
 from selfspec.plan.estimate import Family, harder
 from selfspec.plan.latency import Latency
@@ -36,7 +36,7 @@ def rates(c, catch=0.15, lookup=0.02):
     """A world whose chains accept c at every position; trees and hidden bonuses in proportion."""
     hidden = float(harder(np.array(c), 1.6))
     out = {Family("lookup"): lookup, Family("loop"): c}
-    for nodes in (0, 16, 32, 64, 128, 256):
+    for nodes in (0, *TREES):
         more = catch * np.log2(nodes) / 4 if nodes else 0.0
         out[Family("known", 0, nodes)] = c + (1 - c) * more
         out[Family("hidden", 0, nodes)] = hidden + (1 - hidden) * more

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from selfspec.adapters import MaskPathConfig
-from selfspec.plan import Plan, menu
+from selfspec.plan import TREES, Plan, menu
 from selfspec.plan.cost import Costs, Pace
 from selfspec.plan.estimate import Estimator, Family, families, harder
 from selfspec.plan.latency import Latency
@@ -45,7 +45,7 @@ def texts(n, odds=1.0, tokens=192, seed=0):
         rates = {Family("lookup"): 0.05}
         for source, more in (("known", 1.0), ("hidden", 1.8), ("loop", 0.95)):
             chain = harder(np.array(TOLD), own * more)
-            for nodes in (0, 16, 32, 64):
+            for nodes in (0, *TREES[:3]):
                 rates[Family(source, 0, nodes)] = chain + (1 - chain) * 0.045 * np.log2(max(nodes, 1))
         out.append(bernoulli(rates, tokens, 150, 1000 * seed + i))
     return out

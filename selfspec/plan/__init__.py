@@ -8,7 +8,8 @@ from typing import Any
 MODES = ("ar", "lookup", "sequential", "loop", "overlap", "tree")
 ALONE = {"ar", "lookup"}  # modes that combine with no other
 BLOCKS = (2, 4, 8, 16)  # sizes that planners choose from: each is a bucket of graphs
-TREES = (16, 32, 64, 128, 256)
+TREES = (15, 31, 63, 127, 255)  # with the anchor as many rows as fill tiles of 16
+NODES = 31  # of a tree, where nobody says: two such tiles
 CUTS = (4, 8)  # verify lengths of whole blocks: an adapter may draft worse in blocks that it was not trained for
 GROUPS = (1, 2, 4, None)
 MOST_TREE_NODES = 1024  # masks grow with the square, and no tree this wide was ever worth its rows
@@ -30,7 +31,7 @@ class Plan:
 
     mode: str = "sequential"
     block_size: int = 16
-    tree_nodes: int = 16
+    tree_nodes: int = NODES
     groups: int | None = None
     verify_length: int | None = None
     passes: int = 2
