@@ -174,12 +174,13 @@ def conditioned(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, before
         heads: with "markov".
         backbone: whose embeddings and head are read.
         hidden: [..., d] of the slots.
-        before: [...] long.
+        before: [...] long, below 0 where a slot is to stay as it is.
 
     Returns:
         [..., V]
     """
-    states = heads["markov"](hidden, backbone.embed(before))
+    given = backbone.embed(before.clamp(min=0)).masked_fill((before < 0)[..., None], 0.0)  # 0 moves nothing
+    states = heads["markov"](hidden, given)
     return backbone.logits(states.reshape(1, -1, states.shape[-1])).view(*before.shape, -1)  # heads take [N, T, d]
 
 

@@ -12,11 +12,12 @@ from test_training_trainer import tiny as tiny_float32
 
 from selfspec.adapters import MaskPathConfig, MaskPathModel, heads
 from selfspec.backbone import Backbone
-from selfspec.draft.block import propose
-from selfspec.rows import chain
+from selfspec.draft.block import draft_inputs, propose
+from selfspec.rows import block, chain
 from selfspec.training import anchors as anchoring
 from selfspec.training import noise
 from selfspec.training.anchors import IGNORE
+from selfspec.training.evaluate import judge
 from selfspec.training.head import Head
 from selfspec.training.objectives.expected import accepted, accepted_on_samples
 from selfspec.training.objectives.kl import forward_kl
@@ -24,7 +25,7 @@ from selfspec.training.objectives.rkl import reverse_kl
 from selfspec.training.pack import Packer
 from selfspec.training.readout import read
 from selfspec.training.replay import failures
-from selfspec.training.step import verifier_of
+from selfspec.training.step import run_clean, verifier_of
 from selfspec.training.trainer import Trainer
 
 ALL = ("calibrator", "confidence", "length", "markov")
@@ -143,6 +144,45 @@ def test_replay_starts_where_decoding_was_rejected(kind: str) -> None:
         assert got[n, a] == want
         moved += want != slot
     assert moved > 4
+
+
+@pytest.mark.parametrize("kind, layout", [("shift", "known"), ("uno", "known"), ("hidden and splits", "hidden")])
+@torch.no_grad()
+def test_drafts_are_judged_as_the_heads_correct_them(kind: str, layout: str) -> None:
+    """Against a forward of each text alone: the bonus calibrates, and the text's own token before a slot conditions."""
+    case, k = Case(kind), 3
+    case.path.heads["markov"].up.weight *= 5
+    path, table, w = case.path, case.model.model.embed_tokens.weight, case.model.lm_head.weight
+    up, down = path.heads["markov"].up.weight, path.heads["markov"].down.weight
+    cache, clean, taps = run_clean(case.backbone, case.pack)
+    head = Head(case.backbone, chunk=50)
+    match, chance = judge(case.backbone, head, case.pack, cache, clean, taps, 7, B, layout, k)
+    seen, moved = 0, 0
+    for n, slot in anchoring.eligible(case.pack).nonzero().tolist():
+        own = (case.pack.segments[n] == case.pack.segments[n, slot]).nonzero()[:, 0]
+        text, at = case.pack.tokens[n, own].tolist(), slot - int(own[0])
+        anchor, start = torch.tensor([text[at]]), torch.tensor([at])
+        alone = case.backbone.new_cache(1, 64, 64)
+        case.backbone(chain(torch.tensor([0]), at), alone, torch.tensor([text[:at]]))
+        alone.commit([at])
+        if layout == "known":
+            plain = propose(case.backbone, alone, anchor, start, B, path.config)[0]
+        else:
+            inputs = draft_inputs(None, 1, B, 1, anchor.device)
+            states = case.backbone(block(start, B), alone, draft=inputs).draft[:, 1:]
+            plain = case.backbone.logits(heads.calibrated(path.heads, case.backbone, states, anchor))[0]
+        for j, label in enumerate(text[at + 1 : at + B]):
+            scores = plain[j]
+            if j or not path.config.seed_row:  # the seed's output is the model's own
+                scores = scores + w @ (up @ (down @ table[text[at + j]]))
+            few = plain[j].topk(k).indices
+            guess = int(few[scores[few].argmax()])
+            assert int(match[n, slot, j]) == (guess == label)
+            want = torch.minimum(scores.softmax(-1), case.logits(text[: at + j + 1]).softmax(-1)).sum()
+            torch.testing.assert_close(chance[n, slot, j], want.float())
+            seen, moved = seen + 1, moved + (guess != int(plain[j].argmax()))
+        assert (match[n, slot, len(text[at + 1 : at + B]) :] == -1).all()
+    assert seen > 40 and moved > 5
 
 
 def test_heads_learn_beside_the_path(tmp_path) -> None:

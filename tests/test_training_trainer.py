@@ -104,6 +104,24 @@ def test_teacher_forced_tau_is_the_decoders(fields: dict, tmp_path) -> None:
         assert got[layout]["tau"] == whole.tau and got[layout]["mean_tau"] == pytest.approx(mean_tau(stats))
 
 
+def test_a_path_without_heads_starts_one_with_heads(tmp_path) -> None:
+    model, answers = tiny(), answered(tiny(), 8)
+    plain = Trainer(config(tmp_path / "plain", max_steps=3, objectives={"ce": 1.0}), model, answers)
+    plain.train()
+    adapter = {"block_size": 4, "mask_embedding": "per_slot"}
+    fields = dict(init=str(tmp_path / "plain" / "adapter"), objectives={"ce": 1.0, "markov": 1.0})
+    headed = Trainer(config(tmp_path / "b", adapter={**adapter, "heads": ["markov"]}, **fields), model, answers)
+    saved, own = io.load(fields["init"], model, dtype=torch.float32).state_dict(), headed.path.state_dict()
+    assert set(own) - set(saved) == {"heads.markov.down.weight", "heads.markov.up.weight"}
+    assert all(torch.equal(v, own[k]) for k, v in saved.items())
+    assert not own["heads.markov.up.weight"].any() and own["heads.markov.down.weight"].any()
+    headed.train_step()
+    assert headed.path.heads["markov"].up.weight.any()
+    narrow = config(tmp_path / "c", adapter={"block_size": 4, "mask_embedding": "one"}, init=fields["init"])
+    with pytest.raises(ValueError, match=r"init=.*other shapes \['mask'\]"):
+        Trainer(narrow, model, answers)
+
+
 def test_one_sample_is_learned_by_heart(tmp_path) -> None:
     model = tiny()
     answer = max(answered(model, 20), key=lambda a: len(a.answer))

@@ -83,6 +83,22 @@ def save_adapter(path: MaskPathModel, folder: str | Path, model: PreTrainedModel
 
 
 def load_weights(path: MaskPathModel, source: str | Path, model: PreTrainedModel) -> None:
-    """Start a path from a saved adapter of the same shapes; the base may have been tuned since."""
+    """Start a path from a saved adapter of the same shapes; the base may have been tuned since.
+
+    Heads that the saved one lacks stay as they are, and new ones are neutral.
+
+    Raises:
+        ValueError: the saved adapter has other weights beside its heads, or heads that this path lacks.
+    """
     dtype = next(path.parameters()).dtype
-    path.load_state_dict(io.load(source, model, finetuned_base=True, dtype=dtype).state_dict())
+    state = io.load(source, model, finetuned_base=True, dtype=dtype).state_dict()
+    own = path.state_dict()
+    missing = [k for k in own if k not in state and not k.startswith("heads.")]
+    extra = [k for k in state if k not in own]
+    other = [k for k in own if k in state and own[k].shape != state[k].shape]
+    if missing or extra or other:
+        raise ValueError(
+            f"init={str(source)!r} is an adapter of another configuration: "
+            f"missing {missing[:3]}, unknown {extra[:3]}, other shapes {other[:3]}"
+        )
+    path.load_state_dict(state, strict=False)

@@ -5,6 +5,9 @@ no model: start at the answer's first token (the prefill emits it), accept the s
 first miss, add the bonus, jump there. With greedy answers of the same model that is what decoding does, by the round.
 At T = 1 a slot is not right or wrong but accepted with a chance, the overlap of the two distributions there, and the
 rounds that an answer takes are an expectation (`selfspec.training.acceptance`), along the same given answers.
+
+A path's heads correct its drafts as in decoding: a calibrator those that were drafted without their bonus, a Markov
+head every slot by the token before it. That token is the text's own here, which is exact up to a round's first miss.
 """
 
 from __future__ import annotations
@@ -15,7 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec.backbone import Backbone
+from selfspec import tops
+from selfspec.adapters import heads
+from selfspec.backbone import MASK, Backbone
+from selfspec.draft.block import ban_mask
+from selfspec.draft.condition import CANDIDATES
 from selfspec.stats import Stats, mean_tau, total
 from selfspec.training import anchors as anchoring
 from selfspec.training import noise
@@ -79,7 +86,7 @@ def evaluate(
         cache, clean, taps = run_clean(backbone, pack)
         matches, chances = {}, {}
         for layout in sorted({"known", *layouts}):
-            right, chance = _matches(backbone, head, pack, cache, clean, taps, batching.anchors, size, layout)
+            right, chance = judge(backbone, head, pack, cache, clean, taps, batching.anchors, size, layout)
             matches[layout], chances[layout] = right.cpu(), chance.cpu()
         segments, able = pack.segments.cpu(), anchoring.eligible(pack).cpu()
         for i, docs in enumerate(plan):
@@ -132,7 +139,7 @@ def replay(matches: Tensor, first: Tensor | None = None) -> tuple[Stats, Tensor]
     return stats, tries
 
 
-def _matches(
+def judge(
     backbone: Backbone,
     head: Head,
     pack: Pack,
@@ -142,10 +149,26 @@ def _matches(
     n: int,
     size: int,
     layout: str,
+    few: int = CANDIDATES,
 ) -> tuple[Tensor, Tensor]:
-    """For a group at every slot of a pack, which of its drafts match, 1 or 0, and with what chance each is accepted at
-    T = 1; -1 past the end. [N, S, B - 1] long, [N, S, B - 1] float"""
-    config = backbone.path.config  # type: ignore[union-attr]
+    """Which drafts match, of a group at every slot of a pack.
+
+    Args:
+        backbone: with a mask path.
+        head: of the backbone.
+        pack: the documents.
+        cache: of `run_clean`.
+        clean: likewise, [N, S, d].
+        taps: likewise.
+        n: groups of a row and forward.
+        size: B.
+        layout: "known" or "hidden".
+        few: candidates of a slot, where there is a Markov head.
+
+    Returns:
+        1 or 0, and with what chance each is accepted at T = 1; -1 past the answer's end. [N, S, B - 1] long, float.
+    """
+    config, own = backbone.path.config, backbone.path.heads  # type: ignore[union-attr]
     able = anchoring.eligible(pack)
     slots = torch.arange(able.shape[1], device=able.device).expand_as(able)
     order = torch.where(able, slots, able.shape[1]).sort(1).values  # eligible slots first
@@ -159,11 +182,18 @@ def _matches(
         hidden_bonus = torch.full_like(chosen, layout == "hidden", dtype=torch.bool)
         groups = anchoring.path_groups(config, pack, chosen, size, hidden_bonus)
         groups = noise.fill(groups, pack, config.noise, backbone.vocab_size, config.mask_id, None)
-        drafts = draft_states(backbone, groups, cache, clean, taps).flatten(0, 2)
+        drafts = draft_states(backbone, groups, cache, clean, taps).flatten(0, 1)  # [N * A, B - 1, d]
+        if layout == "hidden" and "calibrator" in own:
+            drafts = heads.calibrated(own, backbone, drafts, pack.tokens.gather(1, groups.anchors).flatten())
         # the verifier's distribution of a slot's token stands on the clean row before it
         before = (chosen.clamp(min=0)[:, :, None] + steps - 1).clamp(max=clean.shape[1] - 1).flatten(1)
         target = clean.gather(1, before[:, :, None].expand(-1, -1, clean.shape[2])).flatten(0, 1)
-        guess, overlaps = (x.view(*chosen.shape, size - 1) for x in _compare(head, drafts, target, config.mask_id))
+        given = None
+        if "markov" in own:
+            given = pack.tokens.gather(1, before).view(*chosen.shape, size - 1)
+            given = given.masked_fill((steps == 1) & config.seed_row, MASK).flatten()  # the seed's output is no draft
+        compared = _compare(head, drafts.flatten(0, 1), target, config.mask_id, given, few)
+        guess, overlaps = (x.view(*chosen.shape, size - 1) for x in compared)
         labels = anchoring.following(pack, chosen, steps)
         match = torch.where(labels < 0, -1, (guess == labels).long()).to(torch.int8)
         real = chosen >= 0
@@ -173,13 +203,34 @@ def _matches(
     return out.long(), chance
 
 
-def _compare(head: Head, drafts: Tensor, target: Tensor, banned: int | None) -> tuple[Tensor, Tensor]:
-    """The draft's best token of every row, and the two distributions' overlap. [M, d], [M, d] -> [M], [M]"""
+def _compare(
+    head: Head, drafts: Tensor, target: Tensor, banned: int | None, before: Tensor | None, few: int
+) -> tuple[Tensor, Tensor]:
+    """The draft's guess in every row, and the two distributions' overlap.
+
+    Args:
+        head: of the backbone.
+        drafts: [M, d]
+        target: [M, d]
+        banned: a token that is never guessed.
+        before: [M] long, the token before each row's for the path's Markov head, below 0 for a row that it leaves
+            alone; None for a path without.
+        few: candidates among which it chooses.
+
+    Returns:
+        [M] long, [M] float.
+    """
     guesses, overlaps = [], []
-    for d, t in zip(drafts.split(head.chunk), target.split(head.chunk), strict=True):
-        logits = head.logits(d)
-        if banned is not None:
-            logits[:, banned] = float("-inf")
-        guesses.append(logits.argmax(-1))
-        overlaps.append(overlap(head.logits(t), logits))
+    for start in range(0, len(drafts), head.chunk):
+        at = slice(start, start + head.chunk)
+        logits = ban_mask(head.logits(drafts[at]), banned)
+        guess = logits.argmax(-1)
+        if before is not None:
+            ids = tops.ranked(logits, min(few, logits.shape[-1]))[1]  # decoding chooses among the same
+            path = head.backbone.path
+            logits = heads.conditioned(path.heads, head.backbone, drafts[at], before[at])  # type: ignore[union-attr]
+            logits = ban_mask(logits, banned)
+            guess = ids.gather(1, logits.gather(1, ids).argmax(-1, keepdim=True))[:, 0]
+        guesses.append(guess)
+        overlaps.append(overlap(head.logits(target[at]), logits))
     return torch.cat(guesses), torch.cat(overlaps)
