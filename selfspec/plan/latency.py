@@ -14,6 +14,8 @@ from selfspec.backbone import Backbone
 from selfspec.draft.block import draft_inputs
 from selfspec.draft.tree import best_first
 
+REPLAYS = 8  # of a graph in a row: rounds are launched ahead too, so the host's launch and wait are no part of a pass
+
 
 @dataclass(frozen=True)
 class Latency:
@@ -65,7 +67,7 @@ def measure(
         r: rows per request; of an overlap its clean rows, of a tree its nodes.
         context: committed positions.
         graph: capture it in a CUDA graph first.
-        repeats: timed runs after three warm ones.
+        repeats: timed runs after three warm ones; a graph is replayed `REPLAYS` times in each.
         drafts: of an overlap, draft rows per request: one group on each of the last clean rows, blocks as wide as they
             divide evenly; of a tree, its drafts.
         seconds: stop repeating after this long (three runs at least, and then one warm one is enough).
@@ -102,7 +104,7 @@ def measure(
             backbone.logits(hidden.clean)
             backbone.logits(hidden.draft[:, : drafts // groups])  # only the group that came true needs the head
 
-    times = _timed(captured(run) if graph else run, backbone.device, repeats, seconds)
+    times = _timed(captured(run) if graph else run, backbone.device, repeats, seconds, REPLAYS if graph else 1)
     return Latency(kind, n, r, entry, context, graph, statistics.median(times), min(times), max(times), drafts)
 
 
@@ -129,15 +131,18 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def _timed(run: Callable[[], None], device: torch.device, repeats: int, seconds: float | None = None) -> list[float]:
-    """Milliseconds of each repeat, the device synchronised around it."""
+def _timed(
+    run: Callable[[], None], device: torch.device, repeats: int, seconds: float | None = None, runs: int = 1
+) -> list[float]:
+    """Milliseconds of a run in each repeat, the device synchronised around its runs, which follow one another."""
 
     def once() -> float:
         sync(device)
         begin = time.perf_counter()
-        run()
+        for _ in range(runs):
+            run()
         sync(device)
-        return (time.perf_counter() - begin) * 1e3
+        return (time.perf_counter() - begin) * 1e3 / runs
 
     begin = time.perf_counter()
 

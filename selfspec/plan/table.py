@@ -21,7 +21,7 @@ from selfspec.machine import device_name, versions
 from selfspec.plan.latency import Latency
 from selfspec.plan.surface import Surface
 
-FORMAT = 3  # part of the cache key: raise it when what is stored or measured changes
+FORMAT = 4  # part of the cache key: raise it when what is stored or measured changes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from selfspec.backbone import Backbone
 from selfspec.graphs import capturable
 from selfspec.plan import BLOCKS
-from selfspec.plan.latency import Latency, measure
+from selfspec.plan.latency import REPLAYS, Latency, measure
 from selfspec.plan.table import LatencyTable, setting, stored_at
 
 MOST_ROWS = 4096  # of one forward; beyond it every row costs alike, and extrapolation says so
@@ -36,13 +36,13 @@ class Sizes:
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     contexts: tuple[int, ...] = (512, 2048, 8192)
     blocks: tuple[int, ...] = BLOCKS
-    trees: tuple[int, ...] = (16, 64)
+    trees: tuple[int, ...] = (15, 63)
 
 
 def at_load(slots: int, context: int = 512) -> Sizes:
     """The few sizes that a planner needs for so many requests at a time."""
     requests = (1, *(n for n in (8, 32, 128) if n < slots), slots)
-    return Sizes((1, 4, 16, 64, 256), tuple(dict.fromkeys(requests)), (context,), (4, 16))
+    return Sizes((1, 4, 16, 32, 64, 256), tuple(dict.fromkeys(requests)), (context,), (4, 16))
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def tabulate(
         if seconds is None or not table.points:
             affordable: list[Shape] = left
         else:
-            runs = 4e-3 * (3 if graph else 1)  # seconds per millisecond: one warm run and three timed ones, captures
+            runs = 4e-3 * (2 + REPLAYS if graph else 1)  # seconds per millisecond: a warm repeat, three timed ones, captures
             affordable = [s for s in left if spent + runs * _expected(table, s, entry) < seconds]
         shape = next((s for s in affordable if _fits(backbone, s)), None)
         if shape is None:
