@@ -147,3 +147,24 @@ def test_overlaps_pay_for_requests_that_join():
     for i in range(100):
         planner.values.joined(i % 2 == 0)
     assert planner.values.ms(many, 512, hit)[k, 0] > 1.3 * alone
+
+
+def test_what_suited_many_requests_is_not_kept_for_few():
+    """From 64 requests it went on to 2 with a chain of 8, at two thirds of the best plan's rate."""
+    planner, real = planner_of(20, False), Rounds(table(20), (20,))
+    simulate(planner, real, texts(96, seed=1), 64)
+    requests = texts(8, seed=2)
+    assert simulate(planner, real, requests, 2).rate >= 0.93 * best_of(planner, real, requests, 2)
+    before = planner.current
+    planner.round([View(i, 100) for i in range(64)])
+    planner.round([View(i, 100) for i in range(2)])
+    assert planner.current == before and planner.log[-1].why in ("keep", "hold")  # it goes on where it stood
+
+
+def test_trees_that_are_slow_for_many_requests_are_not_taken_to_be_slow_for_few():
+    pace = Pace(["ar", "sequential", "tree"])
+    for _ in range(20):
+        pace.observe(1, 1, 1.0, 1.0)
+        pace.observe(2, 64, 1.0, 1.4)
+    chain, tree = pace.factors(2)[1:]
+    assert chain == pytest.approx(1, abs=0.02) and tree < 1.1 and pace.factors(32)[2] > 1.25

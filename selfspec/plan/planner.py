@@ -148,8 +148,9 @@ class Planner:
     The first rounds run what the table and the adapter's told acceptance promise most of. A change needs gains that
     add up to `patience` over the rounds since the last one (a half within four, 2 % only if they last), and to a tenth
     of what compiling and capturing the new shape takes where it never ran, as it stays captured; a change comes at most
-    every `dwell` rounds. So graphs are not thrashed; plain decoding may come back at once. Modes not in use are probed
-    within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred within
+    every `dwell` rounds. So graphs are not thrashed; plain decoding may come back at once. What is in use is in use for so
+    many requests: at every doubling of the load the choice is made afresh, or goes on where it stood the last time.
+    Modes not in use are probed within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred within
     1.5 %: where drafts do not pay, it wins. With more requests than the table holds, where costs are extrapolated,
     plain decoding runs first until its rounds are known, and a plan's first rounds there outweigh what others told.
 
@@ -201,6 +202,7 @@ class Planner:
         self.rounds = self.switches = 0
         self.rate = 0.0
         self.current: tuple[int, ...] = ()  # plans in use
+        self._bucket, self._before = 0, dict[int, tuple[int, ...]]()  # of requests; plans in use in the others
         self._plain = next(k for k, p in enumerate(self.plans) if p.nodes == 1)
         self._since = self._lead = 0.0  # rounds since they were chosen; what was foregone since then
         self._last: list[tuple[int, list[int]]] = []
@@ -224,6 +226,10 @@ class Planner:
         self._members, keys = set(all_keys), self._judged(all_keys)
         self.rounds += 1
         self._since += 1
+        if (bucket := (n - 1).bit_length()) != self._bucket:
+            self._before[self._bucket] = self.current
+            self._bucket, self.current, self._keys = bucket, self._before.get(bucket, ()), ()
+            self._since = self._lead = 0.0
         settled = self._since > 4 * self.dwell and self.rounds < self._looked + self.every
         if keys == self._keys and settled and not self.probe.running:
             return self._assigned(active, self._last)
