@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from selfspec.plan import Plan
-from selfspec.plan.estimate import DEPTH, Estimator, Family, families
+from selfspec.plan.estimate import DEPTH, Estimator, Family, as_usual, families, harder
 
 KNOWN, HIDDEN = Family("known"), Family("hidden")
 KINDS = [KNOWN, HIDDEN, Family("loop"), Family("lookup"), Family("known", 0, 64)]
@@ -163,3 +163,24 @@ def test_plans_share_a_family():
     assert families(Plan("overlap+tree", 16, 32)) == (Family("known", 0, 32), Family("hidden", 0, 32))
     assert families(Plan("lookup", 8))[0] == Family("lookup")
     assert families(Plan("loop", 8, adapter=1))[0] == Family("loop", 1)
+
+
+def test_drafts_that_only_hard_texts_were_given_are_not_taken_to_be_bad():
+    """A planner that turned to another adapter wherever a text was hard found it bad, and never used it again."""
+    rng, usual = np.random.default_rng(0), np.full(DEPTH, 0.7)
+    first, second = Family("known", 0), Family("known", 1)
+    estimator = Estimator([first, second], [0.7, 0.7])
+    for text in range(60):
+        hard = text % 2
+        rates = harder(usual, 2.5 if hard else 0.4)
+        feed(estimator, rng, rates, 8, text, family=first)
+        feed(estimator, rng, rates, 24, text, family=second if hard else first)
+        estimator.forget(text)
+    (easy, hard) = (estimator.shared()[1][estimator.index[f], :2].mean() for f in (first, second))
+    assert easy - hard < 0.23  # by plain counts 0.27
+
+
+def test_counts_of_hard_texts_are_those_of_usual_ones_in_the_mean():
+    curve, odds = np.array([0.8, 0.6]), np.array([3.0])
+    won, tried = as_usual(harder(curve, 3.0)[None], np.ones((1, 2)), curve, odds)
+    assert won[0] == pytest.approx(curve) and tried[0] == pytest.approx([1, 1])

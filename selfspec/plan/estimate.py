@@ -4,7 +4,8 @@ c[j] is the chance that draft j is accepted when all before it were. Three level
 what the adapter promises; all requests, per kind of draft; this request. Between levels the shape of the curve is kept
 and the odds of failing move by one factor, how much harder this text is (a Rasch model): failures over successes, over
 what the curve above expected of the same trials. So one number per request says most of what its few rounds can say,
-and counts per position correct the shape where there are enough.
+and counts per position correct the shape where there are enough. What all requests say of a kind of draft is said as of
+texts of the usual hardness: otherwise kinds that are chosen for hard texts would look bad, and never be chosen again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from selfspec.plan import BLOCKS, Plan
 
 DEPTH = 15  # drafts of the largest block; a tree is no deeper
 OWN, SHAPE = 6.0, 16.0  # trials that a text's own odds, and its own curve's shape, are set against
+HALF = 0.5  # of a text's log odds is its own where counts are taken for usual ones: a streak looks like a hard text
 KIN = 40.0  # trials that all of smaller blocks count for in the whole one
 LEAST, MOST = 1e-3, 0.999
 FADE = 0.998  # of counts over all requests, per round
@@ -89,6 +91,7 @@ class Estimator:
         self.won, self.tried = np.zeros((f, DEPTH)), np.zeros((f, DEPTH))  # fading, over all requests
         self._sums = np.zeros((f, 3))  # failures, failures that the prior curve expected, trials
         self._kin = np.zeros((f, 3))  # the same of smaller blocks, for the whole one that they are cut from
+        self._usual = np.zeros(2)  # trials, and the mean log odds of failing of the texts that they came from
         self._lately = np.zeros(3)  # failures, failures that the shared curves expected, trials of all drafts
         stages = np.array([_stage(k)[0] for k in self.kinds])
         self._stages = [np.flatnonzero(stages == s) for s in range(3)]
@@ -174,6 +177,8 @@ class Estimator:
             keys, n, won, tried = keys[:1], 1, won.sum(0, keepdims=True), tried.sum(0, keepdims=True)
             features = None if features is None or np.isnan(features).all() else np.nanmean(features, keepdims=True)
         odds = np.ones(n) if self._lookup[f] else self.effect.factor(features, n)
+        mine = [self.own.get(k) for k in keys]
+        hard = odds * [self.now if o is None else o.odds(self.now) for o in mine]
         failed, trials = tried.sum(1) - won.sum(1), tried.sum(1)
         expected = (tried * (1 - harder(shared[f], odds[:, None]))).sum(1)
         surprise, now = np.zeros(n), self.now
@@ -183,14 +188,19 @@ class Estimator:
         if not self._lookup[f]:
             self.effect.learn(features, surprise)
             self._lately = 0.97 * self._lately + (failed.sum(), expected.sum(), trials.sum())
-        by_prior = float((tried * (1 - priors[f])).sum())
-        self.won[f] = FADE * self.won[f] + won.sum(0)
-        self.tried[f] = FADE * self.tried[f] + tried.sum(0)
-        self._sums[f] = FADE * self._sums[f] + (failed.sum(), by_prior, trials.sum())
+        if not self._lookup[f] and trials.sum():
+            self._usual[0] = min(self._usual[0] + trials.sum(), 1024)
+            self._usual[1] += (np.log(hard) - self._usual[1]) @ trials / self._usual[0]
+            won, tried = as_usual(won, tried, shared[f], (hard / np.exp(self._usual[1])) ** HALF)
+        won, tried = won.sum(0), tried.sum(0)
+        lost = float((tried - won).sum())
+        self.won[f] = FADE * self.won[f] + won
+        self.tried[f] = FADE * self.tried[f] + tried
+        self._sums[f] = FADE * self._sums[f] + (lost, float(tried @ (1 - priors[f])), tried.sum())
         if self.kinds[f].block:
             whole = self.parent[f]
-            by_start = float((tried * (1 - self._start[whole])).sum())
-            self._kin[whole] = FADE * self._kin[whole] + (failed.sum(), by_start, trials.sum())
+            by_start = float(tried @ (1 - self._start[whole]))
+            self._kin[whole] = FADE * self._kin[whole] + (lost, by_start, tried.sum())
         self._curves = None
 
     def tau(self, family: Family) -> float:
@@ -212,6 +222,24 @@ class Estimator:
 def harder(curve: np.ndarray, odds: np.ndarray | float) -> np.ndarray:
     """A curve whose odds of failing are multiplied."""
     return curve / (curve + (1 - curve) * odds)
+
+
+def as_usual(won: np.ndarray, tried: np.ndarray, curve: np.ndarray, odds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Counts as texts of the usual odds would have given them.
+
+    With q the usual share of failures a text fails q' = q odds / (1 - q + q odds); a success counts 1 - q + q odds and
+    a failure that over the odds, which makes their expectations 1 - q and q again.
+
+    Args:
+        won: [n, DEPTH] bool or counts.
+        tried: likewise.
+        curve: [DEPTH] the usual acceptance.
+        odds: [n] how many times the usual odds of failing each text has.
+    """
+    odds = np.clip(odds, 0.2, 5.0)[:, None]
+    weight = curve + (1 - curve) * odds  # [n, DEPTH]
+    wins = won * weight
+    return wins, wins + (tried * 1.0 - won) * weight / odds
 
 
 def _odds(failed, expected, trials, target=1.0, weight=6.0):

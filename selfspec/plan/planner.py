@@ -148,11 +148,12 @@ class Planner:
     The first rounds run what the table and the adapter's told acceptance promise most of. A change needs gains that
     add up to `patience` over the rounds since the last one (a half within four, 2 % only if they last), and to a tenth
     of what compiling and capturing the new shape takes where it never ran, as it stays captured; a change comes at most
-    every `dwell` rounds. So graphs are not thrashed; plain decoding may come back at once. What is in use is in use for so
-    many requests: at every doubling of the load the choice is made afresh, or goes on where it stood the last time.
-    Modes not in use are probed within a share of the time (`Probe`). Plain decoding is in the menu like any other plan and is preferred within
-    1.5 %: where drafts do not pay, it wins. With more requests than the table holds, where costs are extrapolated,
-    plain decoding runs first until its rounds are known, and a plan's first rounds there outweigh what others told.
+    every `dwell` rounds. So graphs are not thrashed; plain decoding may come back at once. What is in use is in use for
+    so many requests: at every doubling of the load the choice is made afresh, or goes on where it stood the last time.
+    Modes not in use are probed within a share of the time (`Probe`). Plain decoding is in the menu like any other plan
+    and is preferred within 1.5 %: where drafts do not pay, it wins. With more requests than the table holds, where
+    costs are extrapolated, plain decoding runs first until its rounds are known, and a plan's first rounds there
+    outweigh what others told.
 
     With `split`, a batch may run as two shapes where the table says that their two forwards pay, and every request is
     judged by itself. Without it the rounds of a batch are one request's to the estimator: their sum is all that counts,
