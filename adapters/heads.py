@@ -123,30 +123,37 @@ def build(names: tuple[str, ...], d: int, rank: int, block_size: int, **make) ->
 # what drafting code calls; `heads` is `MaskPathModel.heads`, hidden states are those of the drafts alone
 
 
-def confidence(heads: nn.ModuleDict, hidden: Tensor) -> Tensor:
+def confidence(heads: nn.ModuleDict, hidden: Tensor, seeded: bool = False) -> Tensor:
     """Probability that each draft survives, given that those before it do; the running product is the run's.
 
     Args:
         heads: with "confidence".
         hidden: [N, T, d] of drafts 1..T.
+        seeded: draft 1 is a seed row's, the base model's own and so always right; the head was not trained on it.
 
     Returns:
         [N, T] float32, between 0 and 1.
     """
     steps = torch.arange(1, hidden.shape[-2] + 1, device=hidden.device)
-    return heads["confidence"](hidden, steps).float().sigmoid()
+    sure = heads["confidence"](hidden, steps).float().sigmoid()
+    return torch.where(steps == 1, 1.0, sure) if seeded else sure
 
 
-def lengths(heads: nn.ModuleDict, hidden: Tensor) -> Tensor:
+def lengths(heads: nn.ModuleDict, hidden: Tensor, seeded: bool = False) -> Tensor:
     """Probability of every accepted length.
 
     Args:
         heads: with "length".
         hidden: [N, T, d] of drafts 1..T; T may be less than the trained block holds.
+        seeded: as in `confidence`; the head knows of the drafts behind the seed row's.
 
     Returns:
         [N, T + 1] float32, of 0..T accepted drafts; sums to 1.
     """
+    if seeded:
+        behind = hidden[..., 1:, :]
+        first = torch.ones_like(hidden[..., :1, 0], dtype=torch.float32)
+        return torch.cat([0 * first, lengths(heads, behind) if behind.shape[-2] else first], -1)
     t = hidden.shape[-2]
     full = heads["length"](hidden).float().softmax(-1)
     return torch.cat([full[..., :t], full[..., t:].sum(-1, keepdim=True)], -1)  # longer runs would be T

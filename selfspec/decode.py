@@ -16,7 +16,7 @@ from selfspec import kernels, rows
 from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
-from selfspec.draft.block import propose
+from selfspec.draft.block import guesses, states
 from selfspec.draft.loop import propose as loop
 from selfspec.draft.overlap import Groups, attach
 from selfspec.slots import Slots
@@ -77,13 +77,21 @@ def prefill(
     return _at(hidden.clean, last), None if hidden.taps is None else _at(hidden.taps, last)
 
 
-def draft(backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path, passes: int = 1) -> Tensor:
-    """Marginals of the size - 1 positions after the anchors, from one draft pass or a loop. [n, size - 1, V] logits"""
+def draft(
+    backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path, passes: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Marginals of the size - 1 positions after the anchors, from one draft pass or a loop.
+
+    Returns:
+        [n, size - 1, V] logits, and the hidden states [n, size - 1, d] that they come from.
+    """
     features = slots.features[: frame.n] if backbone.n_features and slots.features is not None else None
     anchor, start = slots.anchor(frame.n), slots.start[: frame.n]
     if passes > 1:
-        return loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes).logits
-    return propose(backbone, cache, anchor, start, size, path, features, frame.n_keys)
+        looped = loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes)
+        return looped.logits, looped.states
+    hidden = states(backbone, cache, anchor, start, size, path, features, frame.n_keys)
+    return guesses(backbone, hidden, path), hidden
 
 
 def verify(

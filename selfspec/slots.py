@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec.draft.lookup import LONGEST
+from selfspec.forecast import Forecast
 from selfspec.nodes import Text
 from selfspec.transfer import onto
 
@@ -28,6 +29,7 @@ class Slots:
         seed: [n] long, of sampling.
         features: [n, F] of position start - 1, or None.
         saved: [n, T, V] logits of the positions after the anchor, where overlapped rounds leave them.
+        told: what the mask path's heads say of those drafts, for the heads that it has.
         ready: [n] bool, whether the last one left any.
     """
 
@@ -41,6 +43,7 @@ class Slots:
         self.start, self.left, self.prompt, self.seed = zeros(), zeros(), zeros(), zeros()
         self.features = zeros(features, dtype=dtype) if features else None
         self.saved: Tensor | None = None
+        self.told = Forecast()
         self.ready = zeros(dtype=torch.bool)
         self._dtype = dtype
 
@@ -49,6 +52,8 @@ class Slots:
         if self.saved is None:
             shape = len(self.start), positions, vocab_size
             self.saved = torch.zeros(shape, dtype=self._dtype, device=self.start.device)
+            wide = torch.zeros(len(self.start), 2 * positions + 1, device=self.start.device)
+            self.told = Forecast(wide[:, :positions], wide[:, positions:])
 
     def anchor(self, n: int) -> Tensor:
         """Last known token of the first n requests. [n] long"""
@@ -78,6 +83,7 @@ class Slots:
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows to other places, over what stood there; no slot may be in both lists."""
         old, new = onto([sources, targets], self.text.device)
-        for t in (self.text, self.start, self.left, self.prompt, self.seed, self.features, self.saved, self.ready):
+        kept = self.text, self.start, self.left, self.prompt, self.seed, self.features, self.saved, self.ready
+        for t in (*kept, *self.told):
             if t is not None:
                 t[new] = t[old]
