@@ -45,11 +45,13 @@ KINDS = {
 PLAINLY = " without calibrator"
 
 
-def possible(model: SelfSpecModel, adapter: int, slots: int) -> tuple[dict[str, list[str]], list[str]]:
-    """What an adapter can run, by kind, and what it can not; so many slots at most."""
+def possible(
+    model: SelfSpecModel, adapter: int, slots: int, wanted: list[str]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """What an adapter can run of the wanted kinds, by kind, and what it can not; so many slots at most."""
     found: dict[str, list[str]] = {}
     refused = []
-    for kind, names in KINDS.items():
+    for kind, names in ((k, v) for k, v in KINDS.items() if k in wanted):
         for name in names:
             full = f"{name}@{adapter}" if adapter and name not in ("ar", "lookup") else name
             try:
@@ -93,8 +95,8 @@ def main() -> None:
     refused: list[str] = []
     sizes = [int(s) for s in args.slots.split(",")]
     for i in range(len(model.bodies)):
-        found, not_able = possible(model, i, max(sizes))
-        kinds |= {f"{k}{f', adapter {i}' if i else ''}": v for k, v in found.items() if k in args.kinds.split(",")}
+        found, not_able = possible(model, i, max(sizes), args.kinds.split(","))
+        kinds |= {f"{k}{f', adapter {i}' if i else ''}": v for k, v in found.items()}
         refused += not_able
     names = list(dict.fromkeys(["ar", *(n for v in kinds.values() for n in v)]))
     overlaps = [n for n in names if "overlap" in n]

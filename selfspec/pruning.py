@@ -138,7 +138,7 @@ class Pruning:
             t: drafts.
             context: committed positions.
             drafted: the draft is there already; otherwise a pass for it counts.
-            fixed: shapes are, see `nodes`.
+            fixed: shapes are, see `bucket`.
 
         Returns:
             [t + 1] float32, the same tensor for the same round.
@@ -149,7 +149,7 @@ class Pruning:
         key = plan, n, t, context, drafted, fixed
         if key not in self._times:
             assert self.costs is not None
-            plans = [replace(plan, verify_length=nodes(d, t + 1, fixed)) for d in range(t + 1)]
+            plans = [replace(plan, verify_length=bucket(d, t + 1, fixed)) for d in range(t + 1)]
             ms = [self.costs.round(p, n, context, 0 if drafted else None) for p in plans]
             self._times[key] = onto(ms, self.device).float()
         return self._times[key]
@@ -176,7 +176,7 @@ def weighs(text: str) -> bool:
     return LENGTHS[read(text, LENGTHS).name] is Scan
 
 
-def nodes(drafts: int, size: int, fixed: bool) -> int:
+def bucket(drafts: int, size: int, fixed: bool) -> int:
     """Nodes of a verified chain, the anchor included: where shapes are fixed one of few.
 
     Args:

@@ -22,7 +22,7 @@ from selfspec.draft.overlap import Groups
 from selfspec.forecast import Forecast, forecast
 from selfspec.plan import Plan
 from selfspec.proposal import Proposal
-from selfspec.pruning import Cut, Pruning, nodes
+from selfspec.pruning import Cut, Pruning, bucket
 from selfspec.request import Request
 from selfspec.slots import Slots
 from selfspec.verify import Accepted
@@ -194,7 +194,7 @@ class Rounds:
         """The nodes that the rule leaves. The host waits for the draft here."""
         cut = proposal.cut
         assert cut is not None
-        return proposal.first(nodes(int(cut.drafts), proposal.tree.n_nodes, self.fixed)), cut
+        return proposal.first(bucket(int(cut.drafts), proposal.tree.n_nodes, self.fixed)), cut
 
     def learn(self, plan: Plan, tokens: Tensor, seen: Tensor | None, result: Tensor) -> None:
         """Tell the rule what came of a round. tokens: [n, M], seen: [n, T] margins, result: `decode.settle`'s"""

@@ -11,8 +11,11 @@ from selfspec.draft.levels import by_levels
 from selfspec.draft.loop import PREFIXES
 from selfspec.draft.overlap import branches, ends, find, hidden, keep, survival
 from selfspec.draft.trees import TAPS, Bastion, CaDDTree, DominoTree, OPTTree
+from selfspec.forecast import Forecast
+from selfspec.plan import Plan
 from selfspec.plan.lengths import AdaFlash, Fixed, LibraSpec, Margins, Product, Scan
 from selfspec.plan.lengths.margin import margins
+from selfspec.pruning import Pruning
 from selfspec.verify.greedy import walk
 
 N, T, V, M = 3, 5, 11, 9
@@ -48,6 +51,15 @@ def learnt():
     return rule(m)
 
 
+def pruned(rule):
+    """The length of a batch: the host reads it, but not before it is whole."""
+    told = Forecast(meta(N, T), meta(N, T + 1)).first(T - 1)
+    told.keep(Forecast(meta(N, T), meta(N, T + 1)))
+    times = meta(T) if rule == "scan" else None
+    body = type("", (), {"device": torch.device("meta"), "path": None})()
+    return Pruning(rule, [body])(Plan(), meta(N, T - 1, V), told, meta(N, dtype=torch.bool), times).drafts
+
+
 PATHS = {
     "walk": lambda: walk(given(), long(N, M)),
     "walk of a chain": lambda: walk(given(False), long(N, M)),
@@ -64,6 +76,7 @@ PATHS = {
     "branches": lambda: branches(given(False), meta(N, M - 1, V), banned=(3, 5)),
     "find": lambda: find(hidden(long(N, 4)), long(N), long(N)),
     "prefixes": lambda: [make(1)(meta(N, T)) for make in PREFIXES.values()],
+    "pruning": lambda: [pruned(rule) for rule in ("scan", "product", "adaflash", "libraspec:by=certainty")],
     "lengths": lambda: [f(meta(N, T)) for f in (Fixed(2), Product(), LibraSpec(), Scan(meta(T + 1)), AdaFlash())],
     "margins": learnt,
 }
