@@ -78,6 +78,10 @@ class MaskPathModel(nn.Module):
         """What corrects a hidden group's drafts once their bonus is known; None without such a head."""
         return partial(heads.calibrated, self.heads, backbone) if "calibrator" in self.heads else None
 
+    def condition(self, backbone: Backbone) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """What conditions drafts on the tokens before them (`selfspec.draft.condition`); None without such a head."""
+        return partial(heads.conditioned, self.heads, backbone) if "markov" in self.heads else None
+
     def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
         """Draft rows as they enter.
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from selfspec import decode, tops
-from selfspec.backbone import Backbone
+from selfspec.backbone import MASK, Backbone
 from selfspec.cache import KVCache
 from selfspec.choose import Chooser
 from selfspec.clock import Clock
 from selfspec.decode import Frame
 from selfspec.draft import DraftTree, overlap
+from selfspec.draft.condition import Condition, Given
 from selfspec.draft.lookup import lookup
 from selfspec.draft.overlap import Groups
 from selfspec.plan import Plan
@@ -47,6 +48,16 @@ class Rounds:
     def config(body: Backbone) -> Any:
         """Of its mask path, or None."""
         return getattr(body.path, "config", None)
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states that saved drafts are conditioned from; 0 where none is."""
+        return self.bodies[0].config.hidden_size if any(map(self.condition, self.bodies)) else 0
+
+    def condition(self, body: Backbone) -> Condition | None:
+        """What conditions its drafts on the tokens before them; None without such a head, and where drafts are drawn:
+        what they are weighed by has to be the law that they were drawn from, and that is the marginals."""
+        return None if self.chooser.draws else body.part("condition")
 
     def play(
         self,
@@ -120,14 +131,15 @@ class Rounds:
             body = self.bodies[plan.adapter]
             draft = partial(decode.draft, body, self.cache, slots, frame, size, self.config(body))
             passes = plan.passes if plan.loop else 1
-            logits = run(("draft", plan.adapter, frame, size, passes), partial(draft, passes))
+            drafted = run(("draft", plan.adapter, frame, size, passes), partial(draft, passes))
         else:
             assert slots.saved is not None
-            logits = slots.saved[:n, : size - 1]
+            drafted = decode.Draft(slots.saved, slots.states)[:n, : size - 1]
         if plan.verify_length is not None:
-            logits = logits[:, : plan.verify_length - 1]
+            drafted = drafted[:, : plan.verify_length - 1]
         nodes = plan.tree_nodes if plan.tree else None
-        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n])
+        logits, given = drafted.logits, self._given(plan, drafted, anchor, redraft)
+        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n], given)
         if not redraft:  # where the last verification ended without a draft, the anchor is all there is
             first = torch.arange(tree.n_nodes, device=start.device) == 0
             tree = replace(tree, tokens=torch.where(slots.ready[:n, None] | first, tree.tokens, -1))
@@ -135,6 +147,16 @@ class Rounds:
             return tree, None
         likely = tops.certainty(logits)  # [n, M - 1]
         return tree, torch.cat([torch.ones_like(likely[:, :1]), likely], 1)
+
+    def _given(self, plan: Plan, drafted: decode.Draft, anchor: Tensor, redraft: bool) -> Given | None:
+        """What conditions a draft, or None."""
+        body = self.bodies[plan.adapter]
+        condition, config = self.condition(body), self.config(body)
+        if condition is None or drafted.states is None or not drafted.states.shape[1]:
+            return None
+        # a seed row's output is the model's own, and a calibrator has told the first draft of its bonus already
+        done = config.seed_row or (not redraft and body.part("calibrate") is not None)
+        return Given(condition, drafted.states, torch.full_like(anchor, MASK) if done else anchor, config.mask_id)
 
     def _groups(self, plan: Plan, tree: DraftTree, likely: Tensor | None) -> Groups:
         """The ends that get a draft of their own: all nodes, or the likeliest."""
@@ -151,10 +173,11 @@ class Rounds:
         """Keep the draft of the end that came. Returns where there is one, [n] bool."""
         slots, body = self.slots, self.bodies[plan.adapter]
         assert slots.saved is not None
-        calibrate = getattr(body.path, "calibrate", None)  # of paths that have such a head
-        fix = None if calibrate is None else calibrate(body)
-        logits, hit = overlap.saved(body, draft, groups, accepted.last, accepted.bonus, self.config(body), fix)
+        outcome = accepted.last, accepted.bonus
+        logits, hit, states = overlap.saved(body, draft, groups, *outcome, self.config(body), body.part("calibrate"))
         slots.saved[:n, : plan.block_size - 1] = logits
+        if slots.states is not None:
+            slots.states[:n, : plan.block_size - 1] = states
         slots.ready[:n] = hit
         return hit
 

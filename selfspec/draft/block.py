@@ -68,6 +68,22 @@ def propose(
     Returns:
         [N, size - 1, V] logits; the mask's own vocabulary id is banned.
     """
+    hidden = states(backbone, cache, anchor, start, size, path, features, n_keys, known)
+    return ban_mask(backbone.logits(hidden), path.mask_id)
+
+
+def states(
+    backbone: Backbone,
+    cache: KVCache,
+    anchor: Tensor,
+    start: Tensor,
+    size: int,
+    path,
+    features: Tensor | None = None,
+    n_keys: int | None = None,
+    known: Tensor | None = None,
+) -> Tensor:
+    """The hidden states that `propose` reads its logits from, [N, size - 1, d]; see there."""
     n_rows = path.rows(size)  # a shifted group's last row would predict past the block
     features = None if features is None else features[:, None]
     if path.seed_row:
@@ -85,10 +101,8 @@ def propose(
     tokens = anchor[:, None] if path.seed_row else None
     hidden = backbone(rows, cache, tokens, inputs if n_rows else None, n_keys=n_keys)
     if path.seed_row:
-        states = torch.cat([hidden.clean, hidden.draft], 1)
-    else:
-        states = hidden.draft if path.shift else hidden.draft[:, 1:]
-    return ban_mask(backbone.logits(states), path.mask_id)
+        return torch.cat([hidden.clean, hidden.draft], 1)
+    return hidden.draft if path.shift else hidden.draft[:, 1:]
 
 
 def noise(anchor: Tensor, positions: Tensor, vocab_size: int, mask_id: int | None = None) -> Tensor:

@@ -183,7 +183,7 @@ def saved(
     path,
     calibrate: Calibrate | None = None,
     strict: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The draft that waits for the outcome that came.
 
     Args:
@@ -198,8 +198,8 @@ def saved(
             without calibrator, whose guesses lean on that one.
 
     Returns:
-        [N, B - 1, V] logits of the positions after the bonus, the mask's id banned (without meaning on a miss), and
-        [N] bool, where there is one.
+        [N, B - 1, V] logits of the positions after the bonus, the mask's id banned (without meaning on a miss); [N]
+        bool, where there is one; and the hidden states that the logits were read from, [N, B - 1, d].
 
     Raises:
         ValueError: `strict` for a shifted path, whose slot 0 guesses the position after the bonus.
@@ -217,7 +217,7 @@ def saved(
         hit = hit & (known | (guess == bonus))
     if calibrate is not None:
         states = torch.where(known[:, None, None], states, calibrate(states, bonus))
-    return ban_mask(backbone.logits(states), path.mask_id), hit
+    return ban_mask(backbone.logits(states), path.mask_id), hit, states
 
 
 def _padding(tree: DraftTree) -> Tensor:
