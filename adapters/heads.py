@@ -7,6 +7,12 @@ head gives the probability that a slot survives verification once the slots befo
 probability of every accepted length (AdaFlash). All read the draft rows' hidden states after the final norm, start
 neutral, and know nothing of the slot's own token, so that planning by them keeps sampling lossless.
 
+Decoding conditions chains and trees by the Markov head (`selfspec.draft.condition`), those saved by an overlapped round
+as well; where a calibrator has told the first draft of its bonus, the Markov head leaves that one alone, and it does
+so with a seed row's. Two kinds of drafts are plain marginals, head or not: a loop's, whose later passes know what the
+marginals chose, and drawn ones (verify="rejection", "multi" or "block"), which are weighed by the law that they are
+drawn from.
+
 Modules are `MaskPathModel.heads`; the functions below are what drafting code calls.
 """
 
@@ -240,34 +246,6 @@ def walk(
         tokens.append(token)
         logits.append(scores)
     return torch.stack(tokens, 1), torch.stack(logits, 1)
-
-
-def transitions(
-    heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, anchor: Tensor, candidates: Tensor, chunk: int = 512
-) -> Tensor:
-    """Log-probability of every candidate given every candidate of the slot before: path-conditioned tree scores.
-
-    Args:
-        heads: with "markov".
-        backbone: whose embeddings and head are read.
-        hidden: [N, T, d] of drafts 1..T.
-        anchor: [N] long, the token before draft 1.
-        candidates: [N, T, K] long.
-        chunk: rows of logits at a time.
-
-    Returns:
-        [N, T, K, K] float32; `[n, t, i, j]` is candidate j of slot t after candidate i of slot t - 1. In slot 0 all i
-        are the anchor.
-    """
-    n, t, k = candidates.shape
-    before = torch.cat([anchor[:, None, None].expand(n, 1, k), candidates[:, :-1]], 1)  # [N, T, K]
-    states = hidden[:, :, None].expand(-1, -1, k, -1).reshape(n * t * k, -1)
-    wanted = candidates[:, :, None].expand(-1, -1, k, -1).reshape(n * t * k, k)
-    parts = []
-    for h, b, c in zip(states.split(chunk), before.reshape(-1).split(chunk), wanted.split(chunk)):
-        log_q = conditioned(heads, backbone, h, b).float().log_softmax(-1)
-        parts.append(log_q.gather(-1, c))
-    return torch.cat(parts).view(n, t, k, k)
 
 
 def _linear(n_in: int, n_out: int, **make) -> nn.Linear:

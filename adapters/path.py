@@ -90,6 +90,10 @@ class MaskPathModel(nn.Module):
     def _asked(self, name: str, ask: Callable[..., Tensor]) -> Callable[[Tensor], Tensor] | None:
         return partial(ask, self.heads, seeded=self.config.seed_row) if name in self.heads else None
 
+    def condition(self, backbone: Backbone) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """What conditions drafts on the tokens before them (`selfspec.draft.condition`); None without such a head."""
+        return partial(heads.conditioned, self.heads, backbone) if "markov" in self.heads else None
+
     def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
         """Draft rows as they enter.
 

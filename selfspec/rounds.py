@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from selfspec import decode, tops
-from selfspec.backbone import Backbone
+from selfspec.backbone import MASK, Backbone
 from selfspec.cache import KVCache
 from selfspec.choose import Chooser
 from selfspec.clock import Clock
 from selfspec.decode import Frame
 from selfspec.draft import DraftTree, overlap
+from selfspec.draft.condition import Condition, Given
 from selfspec.draft.lookup import lookup
 from selfspec.draft.overlap import Groups
 from selfspec.forecast import Forecast, forecast
@@ -52,6 +53,16 @@ class Rounds:
     def config(body: Backbone) -> Any:
         """Of its mask path, or None."""
         return getattr(body.path, "config", None)
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states that saved drafts are conditioned from; 0 where none is."""
+        return self.bodies[0].config.hidden_size if any(map(self.condition, self.bodies)) else 0
+
+    def condition(self, body: Backbone) -> Condition | None:
+        """What conditions its drafts on the tokens before them; None without such a head, and where drafts are drawn:
+        what they are weighed by has to be the law that they were drawn from, and that is the marginals."""
+        return None if self.chooser.draws else body.part("condition")
 
     def play(
         self,
@@ -143,19 +154,20 @@ class Rounds:
         if redraft:
             draft = partial(decode.draft, body, self.cache, slots, frame, size, self.config(body))
             passes = plan.passes if plan.loop else 1
-            logits, states = run(("draft", plan.adapter, frame, size, passes), partial(draft, passes))
+            drafted = run(("draft", plan.adapter, frame, size, passes), partial(draft, passes))
             if self._foretells(plan):
-                told = forecast(body.path, states)
+                told = forecast(body.path, drafted.states)
         else:
             assert slots.saved is not None
-            logits = slots.saved[:n, : size - 1]
+            drafted = decode.Draft(slots.saved, slots.states)[:n, : size - 1]
             if self._foretells(plan):
                 told = slots.told.known(body.path, n, plan.block_size - 1)
         if plan.verify_length is not None:
-            logits = logits[:, : plan.verify_length - 1]
-        told = told.first(logits.shape[1])
+            drafted = drafted[:, : plan.verify_length - 1]
+        told = told.first(drafted.logits.shape[1])
         nodes = plan.tree_nodes if plan.tree else None
-        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n])
+        logits, given = drafted.logits, self._given(plan, drafted, anchor, redraft)
+        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n], given)
         if not redraft:  # where the last verification ended without a draft, the anchor is all there is
             first = torch.arange(tree.n_nodes, device=start.device) == 0
             tree = replace(tree, tokens=torch.where(slots.ready[:n, None] | first, tree.tokens, -1))
@@ -204,6 +216,19 @@ class Rounds:
         verified = torch.minimum((tokens[:, 1:] >= 0).sum(1), room.clamp(min=0))
         self.pruning.observe(plan.adapter, seen, verified, (count - 1).clamp(min=0))
 
+    def _given(self, plan: Plan, drafted: decode.Draft, anchor: Tensor, redraft: bool) -> Given | None:
+        """What conditions a draft, or None.
+
+        A loop's later passes know the tokens that its earlier ones chose by the marginals: its drafts stay as they are.
+        """
+        body = self.bodies[plan.adapter]
+        condition, config = self.condition(body), self.config(body)
+        if condition is None or plan.loop or drafted.states is None or not drafted.states.shape[1]:
+            return None
+        # a seed row's output is the model's own, and a calibrator has told the first draft of its bonus already
+        done = config.seed_row or (not redraft and body.part("calibrate") is not None)
+        return Given(condition, drafted.states, torch.full_like(anchor, MASK) if done else anchor, config.mask_id)
+
     def _groups(self, plan: Plan, tree: DraftTree, likely: Tensor | None) -> Groups:
         """The ends that get a draft of their own: all nodes, or the likeliest."""
         n, m = tree.tokens.shape
@@ -219,10 +244,11 @@ class Rounds:
         """Keep the draft of the end that came. Returns where there is one, [n] bool."""
         slots, body = self.slots, self.bodies[plan.adapter]
         assert slots.saved is not None
-        calibrate = getattr(body.path, "calibrate", None)  # of paths that have such a head
-        fix = None if calibrate is None else calibrate(body)
-        logits, hit, states = overlap.saved(body, draft, groups, accepted.last, accepted.bonus, self.config(body), fix)
+        to, outcome = self.config(body), (accepted.last, accepted.bonus)
+        logits, hit, corrected, states = overlap.saved(body, draft, groups, *outcome, to, body.part("calibrate"))
         slots.saved[:n, : plan.block_size - 1] = logits
+        if slots.states is not None:
+            slots.states[:n, : plan.block_size - 1] = corrected
         if self._foretells(plan):
             forecast(body.path, states).keep(slots.told)
         slots.ready[:n] = hit

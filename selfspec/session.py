@@ -101,7 +101,7 @@ class Session:
             raise ValueError(f"the plan runs {rows} rows a request; this session has room for {self.cache.tail}")
         if any(p.overlap for p in policy.plans):
             longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
-            self.slots.save_drafts(longest - 1, self.backbone.vocab_size)
+            self.slots.save_drafts(longest - 1, self.backbone.vocab_size, self.rounds.width)
         self.policy, self._saved = policy, None
         self.rounds = replace(self.rounds, pruning=getattr(policy, "pruning", None))
         self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns

@@ -202,7 +202,8 @@ def test_saved_drafts_keep_what_the_heads_said_of_them(monkeypatch):
     saved, known = overlap.saved, Forecast.known
 
     def noted(*given):
-        states.append((out := saved(*given))[1:])
+        out = saved(*given)
+        states.append((out[1], out[-1]))
         return out
 
     monkeypatch.setattr(overlap, "saved", noted)

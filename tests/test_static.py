@@ -6,6 +6,7 @@ import torch
 from selfspec import rows
 from selfspec.draft import DraftTree, cut
 from selfspec.draft import tree as trees
+from selfspec.draft.condition import Given, propose
 from selfspec.draft.drawn import replay
 from selfspec.draft.levels import by_levels
 from selfspec.draft.loop import PREFIXES
@@ -33,7 +34,7 @@ def given(tree=True):
     return DraftTree(long(N, M), long(N, M) if tree else None, scores=meta(N, M))
 
 
-def grown(anchor, top, ids, budget):
+def grown(anchor, top, ids, budget, order=None):
     """The growth kernel's outcome."""
     m = budget + 1
     return DraftTree(long(N, m), long(N, m), None, meta(N, m), meta(N, m, m, dtype=torch.bool), long(N, m))
@@ -60,6 +61,11 @@ def pruned(rule):
     return Pruning(rule, [body])(Plan(), meta(N, T - 1, V), told, meta(N, dtype=torch.bool), times).drafts
 
 
+def conditioned(nodes):
+    given = Given(lambda states, before: meta(*before.shape, V), meta(N, T, 2), long(N), banned=3)
+    return propose(long(N), meta(N, T, V), given, nodes, lambda logits, place: logits)
+
+
 PATHS = {
     "walk": lambda: walk(given(), long(N, M)),
     "walk of a chain": lambda: walk(given(False), long(N, M)),
@@ -71,6 +77,8 @@ PATHS = {
     "opt-tree": lambda: OPTTree()(long(N), meta(N, T, V), M - 1),
     "dominotree": lambda: DominoTree(lambda tokens, d: meta(N, tokens.shape[1], V))(long(N), meta(N, T, V), M - 1),
     "levels": lambda: by_levels(long(N), lambda at, d: (meta(*at.shape, 4), long(*at.shape, 4)), T, 30, 3),
+    "conditioned tree": lambda: conditioned(M - 1),
+    "conditioned chain": lambda: conditioned(None),
     "replay": lambda: replay(given(), long(N, T, 4)),
     "ends": lambda: keep(ends(given(), survival(given(), meta(N, M))), 4),
     "branches": lambda: branches(given(False), meta(N, M - 1, V), banned=(3, 5)),
@@ -85,6 +93,7 @@ PATHS = {
 @pytest.mark.parametrize("name", PATHS)
 def test_nothing_is_read_on_the_host(name, monkeypatch):
     monkeypatch.setattr(trees, "grow", grown)
+    monkeypatch.setattr("selfspec.draft.condition.grow", grown)
     monkeypatch.setattr("selfspec.draft.trees.taps.grow", grown)
     PATHS[name]()
 

@@ -183,7 +183,7 @@ def saved(
     path,
     calibrate: Calibrate | None = None,
     strict: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft that waits for the outcome that came.
 
     Args:
@@ -198,8 +198,9 @@ def saved(
             without calibrator, whose guesses lean on that one.
 
     Returns:
-        [N, B - 1, V] logits of the positions after the bonus, the mask's id banned (without meaning on a miss), [N]
-        bool, where there is one, and [N, B - 1, d] hidden states as the layers left them, before the calibrator.
+        [N, B - 1, V] logits of the positions after the bonus, the mask's id banned (without meaning on a miss); [N]
+        bool, where there is one; the hidden states that the logits were read from, [N, B - 1, d]; and those states as
+        the layers left them, before the calibrator.
 
     Raises:
         ValueError: `strict` for a shifted path, whose slot 0 guesses the position after the bonus.
@@ -218,7 +219,7 @@ def saved(
     corrected = states
     if calibrate is not None:
         corrected = torch.where(known[:, None, None], states, calibrate(states, bonus))
-    return guesses(backbone, corrected, path), hit, states
+    return guesses(backbone, corrected, path), hit, corrected, states
 
 
 def _padding(tree: DraftTree) -> Tensor:
