@@ -7,6 +7,12 @@ head gives the probability that a slot survives verification once the slots befo
 probability of every accepted length (AdaFlash). All read the draft rows' hidden states after the final norm, start
 neutral, and know nothing of the slot's own token, so that planning by them keeps sampling lossless.
 
+Decoding conditions chains and trees by the Markov head (`selfspec.draft.condition`), those saved by an overlapped round
+as well; where a calibrator has told the first draft of its bonus, the Markov head leaves that one alone, and it does
+so with a seed row's. Two kinds of drafts are plain marginals, head or not: a loop's, whose later passes know what the
+marginals chose, and drawn ones (verify="rejection", "multi" or "block"), which are weighed by the law that they are
+drawn from.
+
 Modules are `MaskPathModel.heads`; the functions below are what drafting code calls.
 """
 
@@ -123,30 +129,37 @@ def build(names: tuple[str, ...], d: int, rank: int, block_size: int, **make) ->
 # what drafting code calls; `heads` is `MaskPathModel.heads`, hidden states are those of the drafts alone
 
 
-def confidence(heads: nn.ModuleDict, hidden: Tensor) -> Tensor:
+def confidence(heads: nn.ModuleDict, hidden: Tensor, seeded: bool = False) -> Tensor:
     """Probability that each draft survives, given that those before it do; the running product is the run's.
 
     Args:
         heads: with "confidence".
         hidden: [N, T, d] of drafts 1..T.
+        seeded: draft 1 is a seed row's, the base model's own and so always right; the head was not trained on it.
 
     Returns:
         [N, T] float32, between 0 and 1.
     """
     steps = torch.arange(1, hidden.shape[-2] + 1, device=hidden.device)
-    return heads["confidence"](hidden, steps).float().sigmoid()
+    sure = heads["confidence"](hidden, steps).float().sigmoid()
+    return torch.where(steps == 1, 1.0, sure) if seeded else sure
 
 
-def lengths(heads: nn.ModuleDict, hidden: Tensor) -> Tensor:
+def lengths(heads: nn.ModuleDict, hidden: Tensor, seeded: bool = False) -> Tensor:
     """Probability of every accepted length.
 
     Args:
         heads: with "length".
         hidden: [N, T, d] of drafts 1..T; T may be less than the trained block holds.
+        seeded: as in `confidence`; the head knows of the drafts behind the seed row's.
 
     Returns:
         [N, T + 1] float32, of 0..T accepted drafts; sums to 1.
     """
+    if seeded:
+        behind = hidden[..., 1:, :]
+        first = torch.ones_like(hidden[..., :1, 0], dtype=torch.float32)
+        return torch.cat([0 * first, lengths(heads, behind) if behind.shape[-2] else first], -1)
     t = hidden.shape[-2]
     full = heads["length"](hidden).float().softmax(-1)
     return torch.cat([full[..., :t], full[..., t:].sum(-1, keepdim=True)], -1)  # longer runs would be T
@@ -233,34 +246,6 @@ def walk(
         tokens.append(token)
         logits.append(scores)
     return torch.stack(tokens, 1), torch.stack(logits, 1)
-
-
-def transitions(
-    heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, anchor: Tensor, candidates: Tensor, chunk: int = 512
-) -> Tensor:
-    """Log-probability of every candidate given every candidate of the slot before: path-conditioned tree scores.
-
-    Args:
-        heads: with "markov".
-        backbone: whose embeddings and head are read.
-        hidden: [N, T, d] of drafts 1..T.
-        anchor: [N] long, the token before draft 1.
-        candidates: [N, T, K] long.
-        chunk: rows of logits at a time.
-
-    Returns:
-        [N, T, K, K] float32; `[n, t, i, j]` is candidate j of slot t after candidate i of slot t - 1. In slot 0 all i
-        are the anchor.
-    """
-    n, t, k = candidates.shape
-    before = torch.cat([anchor[:, None, None].expand(n, 1, k), candidates[:, :-1]], 1)  # [N, T, K]
-    states = hidden[:, :, None].expand(-1, -1, k, -1).reshape(n * t * k, -1)
-    wanted = candidates[:, :, None].expand(-1, -1, k, -1).reshape(n * t * k, k)
-    parts = []
-    for h, b, c in zip(states.split(chunk), before.reshape(-1).split(chunk), wanted.split(chunk)):
-        log_q = conditioned(heads, backbone, h, b).float().log_softmax(-1)
-        parts.append(log_q.gather(-1, c))
-    return torch.cat(parts).view(n, t, k, k)
 
 
 def _linear(n_in: int, n_out: int, **make) -> nn.Linear:

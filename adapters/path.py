@@ -78,6 +78,22 @@ class MaskPathModel(nn.Module):
         """What corrects a hidden group's drafts once their bonus is known; None without such a head."""
         return partial(heads.calibrated, self.heads, backbone) if "calibrator" in self.heads else None
 
+    def confide(self) -> Callable[[Tensor], Tensor] | None:
+        """What gives the chance that each draft survives once those before it do, [N, T], of the drafts' hidden states
+        [N, T, d] as the layers left them; None without such a head."""
+        return self._asked("confidence", heads.confidence)
+
+    def lengths(self) -> Callable[[Tensor], Tensor] | None:
+        """Likewise the probability of 0..T accepted drafts, [N, T + 1]."""
+        return self._asked("length", heads.lengths)
+
+    def _asked(self, name: str, ask: Callable[..., Tensor]) -> Callable[[Tensor], Tensor] | None:
+        return partial(ask, self.heads, seeded=self.config.seed_row) if name in self.heads else None
+
+    def condition(self, backbone: Backbone) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """What conditions drafts on the tokens before them (`selfspec.draft.condition`); None without such a head."""
+        return partial(heads.conditioned, self.heads, backbone) if "markov" in self.heads else None
+
     def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
         """Draft rows as they enter.
 

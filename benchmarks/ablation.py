@@ -1,4 +1,4 @@
-"""What each part is worth: trees, groups, calibrator, loops, lengths, at 1, 8 and 64 requests at a time.
+"""What each part is worth: trees, groups, calibrator, loops, length rules, at 1, 8 and 64 requests at a time.
 
 python benchmarks/ablation.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --device cuda --seconds 150 \
     --json benchmarks/ablation_h200.json --markdown ablation.md
@@ -16,7 +16,7 @@ from typing import Any
 from concurrency import loaded, parser_of, queue_of
 
 from selfspec import SelfSpecModel, options
-from selfspec.arena import Arena, Run, contest, data_of, plan_of, verdict
+from selfspec.arena import Arena, Run, contest, data_of, policy_of, verdict
 
 # kind -> names; the first of each is what the others have to beat
 KINDS = {
@@ -32,21 +32,30 @@ KINDS = {
         "sequential/verify=4",
         "sequential/verify=8",
         "sequential/verify=12",
+        "sequential/lengths=product",
+        "sequential/lengths=product:threshold=0.1",
+        "sequential/lengths=product:threshold=0.1:by=certainty",
+        "sequential/lengths=product:threshold=0.1:by=margin",
+        "sequential/lengths=libraspec",
+        "sequential/lengths=scan",
+        "sequential/lengths=adaflash",
     ),
     "lookup": ("ar", "lookup"),
 }
 PLAINLY = " without calibrator"
 
 
-def possible(model: SelfSpecModel, adapter: int) -> tuple[dict[str, list[str]], list[str]]:
-    """What an adapter can run, by kind, and what it can not."""
+def possible(
+    model: SelfSpecModel, adapter: int, slots: int, wanted: list[str]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """What an adapter can run of the wanted kinds, by kind, and what it can not; so many slots at most."""
     found: dict[str, list[str]] = {}
     refused = []
-    for kind, names in KINDS.items():
+    for kind, names in ((k, v) for k, v in KINDS.items() if k in wanted):
         for name in names:
             full = f"{name}@{adapter}" if adapter and name not in ("ar", "lookup") else name
             try:
-                plan_of(model, full)
+                policy_of(model, full, slots)
                 found.setdefault(kind, []).append(full)
             except ValueError:
                 refused.append(full)
@@ -84,14 +93,15 @@ def main() -> None:
     began, model = time.perf_counter(), loaded(args)
     kinds: dict[str, list[str]] = {}
     refused: list[str] = []
+    sizes = [int(s) for s in args.slots.split(",")]
     for i in range(len(model.bodies)):
-        found, not_able = possible(model, i)
-        kinds |= {f"{k}{f', adapter {i}' if i else ''}": v for k, v in found.items() if k in args.kinds.split(",")}
+        found, not_able = possible(model, i, max(sizes), args.kinds.split(","))
+        kinds |= {f"{k}{f', adapter {i}' if i else ''}": v for k, v in found.items()}
         refused += not_able
     names = list(dict.fromkeys(["ar", *(n for v in kinds.values() for n in v)]))
     overlaps = [n for n in names if "overlap" in n]
     calibrated = any(getattr(b.path, "calibrate", lambda _: None)(b) is not None for b in model.bodies if b.path)
-    sizes, prompts = [int(s) for s in args.slots.split(",")], queue_of(model, args.prompts, args.longest)
+    prompts = queue_of(model, args.prompts, args.longest)
     arena = Arena(model, names, prompts, max(sizes), tuple(args.cap))
     bare = (
         Arena(model, ["ar", *overlaps], prompts, max(sizes), tuple(args.cap), calibrated=False) if calibrated else None

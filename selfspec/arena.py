@@ -30,6 +30,7 @@ from selfspec.session import Request, Session
 from selfspec.settings import eos_ids
 
 AUTO = "auto"
+RULE = "lengths="
 FIELDS = {"b": "block_size", "nodes": "tree_nodes", "groups": "groups", "verify": "verify_length", "passes": "passes"}
 
 
@@ -54,6 +55,22 @@ def plan_of(model: SelfSpecModel, name: str) -> Plan:
     plan = replace(plan, **given)
     plan.require(getattr(model.bodies[plan.adapter].path, "config", None))
     return plan
+
+
+def policy_of(model: SelfSpecModel, name: str, slots: int | None = None) -> Policy:
+    """What an entrant decodes by: a planner for "auto", else a plan, and with "lengths=RULE" among its settings, as in
+    "sequential/lengths=product:threshold=0.1", a length rule. Latency tables cover so many slots.
+
+    Raises:
+        ValueError: as `plan_of`, or a rule that cannot be used.
+    """
+    if name == AUTO:
+        return planner_for(model.bodies, slots=slots)
+    text, at, adapter = name.partition("@")
+    parts = text.split("/")
+    rules = [p.removeprefix(RULE) for p in parts if p.startswith(RULE)]
+    plan = plan_of(model, "/".join(p for p in parts if not p.startswith(RULE)) + at + adapter)
+    return model.pruned(plan, rules[-1] if rules else None, slots)
 
 
 class Menu(Fixed):
@@ -108,7 +125,7 @@ class Arena:
 
     Args:
         model: with its adapters.
-        names: of entrants, see `plan_of`; "auto" is a planner over everything that can run.
+        names: of entrants, see `policy_of`; "auto" is a planner over everything that can run.
         prompts: token ids; every run begins at a place of its own.
         slots: the most requests at a time.
         cap: new tokens of a request; or the least and the most, between which each prompt's is drawn, the same for all
@@ -133,10 +150,7 @@ class Arena:
         draws = random.Random(0)
         self.model, self.prompts = model, [(list(p), draws.randint(low, high)) for p in prompts]
         self.eos, self.calibrated = frozenset(eos_ids(model.model.generation_config)), calibrated
-        self.policies: dict[str, Policy] = {
-            name: planner_for(model.bodies, slots=slots) if name == AUTO else Fixed(plan_of(model, name))
-            for name in names
-        }
+        self.policies: dict[str, Policy] = {name: policy_of(model, name, slots) for name in names}
         plans = list(dict.fromkeys(p for policy in self.policies.values() for p in policy.plans))
         longest = max(len(p) for p, _ in self.prompts)
         self.session = Session(model.bodies, Menu(plans), slots, longest + high)
@@ -151,8 +165,9 @@ class Arena:
             slots: requests at a time.
             tokens: after so many it ends.
             start: of the queue.
-            record: note acceptance and the time of rounds.
+            record: note acceptance and the time of rounds; not of pruned ones, which no plan stands for.
         """
+        record &= getattr(self.policies[name], "pruning", None) is None
         watched, session = Watched(self.policies[name]), self.session
         out, queue = Run(name, slots), itertools.cycle(self.prompts[start:] + self.prompts[:start])
         device, seen, begun = self.model.backbone.device, dict[Request, list[tuple[float, int]]](), 0.0

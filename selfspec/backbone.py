@@ -316,6 +316,11 @@ class Backbone(nn.Module):
         """The model's own head, soft-caps and scales included. [..., d] -> [..., V]"""
         return self.head(inputs_embeds=hidden, use_cache=False).logits
 
+    def part(self, name: str) -> Any:
+        """What the mask path makes of this backbone by a name ("calibrate", "condition"); None without such a head."""
+        make = getattr(self.path, name, None)
+        return None if make is None else make(self)
+
     def _rule(self, layout: RowLayout, n_keys: int) -> AttentionRule:
         """The attention rule of some rows, with all that the layers will read from it."""
         return AttentionRule(layout, n_keys, self.backend, self.asked).prepare(set(self.windows))

@@ -136,7 +136,8 @@ def run(
         )
         rivals = baselines(against, model, where.model)
         options.require_fit(model, sets, max_new_tokens)
-    runners = [engine_runner(model, m, where.block_size, where.tree_nodes) for m in names] + rivals
+    sizes = where.block_size, where.tree_nodes
+    runners = [engine_runner(model, m, *sizes, lengths=options.lengths_of(model, m, where)) for m in names] + rivals
     settings = {
         **asdict(where),
         "prompts": files or ["builtin"],

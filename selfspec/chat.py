@@ -86,14 +86,15 @@ class Settings:
     mode: str | None = None
     block_size: int | None = None
     tree_nodes: int = NODES
+    lengths: str | None = None
     choice: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Of `generate`."""
-        how = {"mode": self.mode, "block_size": self.block_size, "tree_nodes": self.tree_nodes, **self.choice}
-        return {**how, "do_sample": self.seed is not None, "seed": self.seed}
+        how = {"mode": self.mode, "block_size": self.block_size, "tree_nodes": self.tree_nodes, "lengths": self.lengths}
+        return {**how, **self.choice, "do_sample": self.seed is not None, "seed": self.seed}
 
 
 def respond(
@@ -158,9 +159,10 @@ def ready(
         choice = drawn.choice(seed, secrets.randbits(32))  # without a seed another text each time
         model = load_model(options)
         check_modes(model, (mode,) if mode else None, options)
-        settings = Settings(cap, mode, options.block_size, options.tree_nodes, *choice)
+        settings = Settings(cap, mode, options.block_size, options.tree_nodes, options.lengths, *choice)
         if drawn.given:  # one token, so that values which transformers refuses are refused before any text
-            model.generate([[0]], max_new_tokens=1, **{**settings.arguments, "mode": "ar", "block_size": None})
+            plain = {"mode": "ar", "block_size": None, "lengths": None}
+            model.generate([[0]], max_new_tokens=1, **{**settings.arguments, **plain})
     if model.path is None:
         say("no adapter fits this model: drafts are looked up in the text, and most tokens cost a forward")
     return model, settings

@@ -93,6 +93,7 @@ class Settings:
     Attributes:
         choice: arguments of `generate`.
         seed: the first prompt's, and each next one's is one more; None is greedy decoding.
+        lengths: a length rule for each mode that has one.
     """
 
     modes: list[str]
@@ -102,6 +103,7 @@ class Settings:
     tree_nodes: int = NODES
     choice: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
+    lengths: dict[str, str] = field(default_factory=dict)
 
     def ask(self, model: SelfSpecModel, asked: list[list[int]], run: Run, first: int) -> list[list[int]]:
         """Answers to neighbouring prompts, `first` being the number of their first, as a run makes them."""
@@ -110,7 +112,9 @@ class Settings:
             choice |= {"do_sample": True, "seed": [self.seed + first + i for i in range(len(asked))]}
         if run.mode == "hf":
             return answers(hf, hf, asked, self.cap, **choice)
-        how = {"block_size": self.block_size, "tree_nodes": self.tree_nodes} if run.role == "run" else {}
+        how: dict[str, Any] = {}
+        if run.role == "run":
+            how = {"block_size": self.block_size, "tree_nodes": self.tree_nodes, "lengths": self.lengths.get(run.mode)}
         return answers(model, hf, asked, self.cap, mode=run.mode, **how, **choice)
 
     def rescore(self, model: SelfSpecModel, prompt: list[int], number: int) -> Rescore | None:
@@ -277,7 +281,9 @@ def run(
         model = options.load_model(where)
         modes = options.check_modes(model, mode, where)
         options.require_fit(model, sets, max_new_tokens)
-        settings = Settings(modes, list(batches), max_new_tokens, where.block_size, where.tree_nodes, choice, seed)
+        sizes, rules = (where.block_size, where.tree_nodes), {m: options.lengths_of(model, m, where) for m in modes}
+        lengths = {m: rule for m, rule in rules.items() if rule is not None}
+        settings = Settings(modes, list(batches), max_new_tokens, *sizes, choice, seed, lengths)
         replace(settings, cap=1).ask(model, [[0]], Run("", "ar", 1), 0)  # values are refused before any work
     facts = {"model": where.model, "adapter": where.adapter, "settings": asdict(settings), **options.setting(model)}
     half = facts["dtype"] in ("bfloat16", "float16")

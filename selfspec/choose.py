@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from selfspec.draft import DraftTree, chain_of
+from selfspec.draft import DraftTree, chain_of, condition
 from selfspec.draft.drawn import drawn
 from selfspec.draft.tree import best_first
 from selfspec.nodes import Nodes, Text, part_of, pick
@@ -119,8 +119,12 @@ class Chooser:
         logits: Tensor,
         nodes: int | None,
         seed: Tensor | None = None,
+        given: condition.Given | None = None,
     ) -> DraftTree:
         """The candidates of a round: a tree of `nodes` beside the anchor, or a chain.
+
+        Guesses are made with the noise that will choose the tokens, and may be conditioned on one another. Drafts that
+        are drawn, for verifiers that weigh them, come from the marginals alone, which are then exactly their law.
 
         Args:
             requests: N.
@@ -129,17 +133,27 @@ class Chooser:
             logits: [N, T, V] the drafter's.
             nodes: None asks for a chain.
             seed: [N] long; None takes the requests'.
+            given: conditions the drafts, where a head can; none that is drawn.
         """
         sampled = [i for i, r in enumerate(requests) if r.sampling is not None and r.sampling.sample]
+        scores = logits
         if sampled:
             seed = seeds_of(requests, start.device) if seed is None else seed
             scores = _draft_scores(requests, logits, self.draws)
             if self.draws:
                 return drawn(anchor, scores, seed, start, nodes)
-            if nodes is None:
+            if nodes is None and given is None:
                 return DraftTree(torch.cat([anchor[:, None], _guesses(sampled, scores, seed, start)], 1))
-            logits = _coupled(sampled, scores, seed, start)
-        return chain_of(anchor, logits) if nodes is None else best_first(anchor, logits, nodes)
+            scores = _coupled(sampled, scores, seed, start)
+
+        def linked(logits: Tensor, place: Tensor) -> Tensor:
+            if seed is None or not sampled:
+                return logits
+            return _coupled(sampled, _draft_scores(requests, logits, False), seed, start, place)
+
+        if given is not None:
+            return condition.propose(anchor, scores, given, nodes, linked)
+        return chain_of(anchor, scores) if nodes is None else best_first(anchor, scores, nodes)
 
 
 # ---- on the device
@@ -297,9 +311,12 @@ def _draft_scores(requests: list[Request], logits: Tensor, cut: bool) -> Tensor:
     return _in_order(rows, scores)
 
 
-def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
-    """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
-    perturbed = noisy(*_draws(sampled, scores, seed, start)).view(-1, *scores.shape[1:])
+def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor, place: Tensor | None = None) -> Tensor:
+    """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, R, V]
+
+    Rows are those of the positions `place` [R] after the anchor's next one; None takes them in order.
+    """
+    perturbed = noisy(*_draws(sampled, scores, seed, start, place)).view(-1, *scores.shape[1:])
     return _in_order(dict(enumerate(scores)) | dict(zip(sampled, perturbed)), perturbed)
 
 
@@ -311,10 +328,13 @@ def _guesses(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) ->
     return _in_order(dict(enumerate(best(scores))) | dict(zip(sampled, drawn)), None)
 
 
-def _draws(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _draws(
+    sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor, place: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Scores [R, V], seeds and positions [R] of all rows that are drawn."""
     _, t, v = scores.shape
-    key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + steps(t, start.device)
+    place = steps(t, start.device) if place is None else place
+    key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + place
     return pick(scores, sampled).reshape(-1, v), key[:, None].expand(-1, t).reshape(-1), at.reshape(-1)
 
 

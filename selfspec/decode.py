@@ -16,11 +16,28 @@ from selfspec import kernels, rows
 from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
-from selfspec.draft.block import propose
+from selfspec.draft.block import guesses, states
 from selfspec.draft.loop import propose as loop
 from selfspec.draft.overlap import Groups, attach
 from selfspec.slots import Slots
 from selfspec.verify import Accepted
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a draft says of the positions after the anchors.
+
+    Attributes:
+        logits: [n, T, V] marginals; the mask's id is banned.
+        states: [n, T, d] hidden states that they were read from, for the path's heads; None where nobody asks.
+    """
+
+    logits: Tensor
+    states: Tensor | None = None
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Draft:
+        """Of some requests and positions."""
+        return Draft(self.logits[at], None if self.states is None else self.states[at])
 
 
 @dataclass(frozen=True)
@@ -77,13 +94,15 @@ def prefill(
     return _at(hidden.clean, last), None if hidden.taps is None else _at(hidden.taps, last)
 
 
-def draft(backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path, passes: int = 1) -> Tensor:
-    """Marginals of the size - 1 positions after the anchors, from one draft pass or a loop. [n, size - 1, V] logits"""
+def draft(backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path, passes: int = 1) -> Draft:
+    """The size - 1 positions after the anchors, from one draft pass or a loop."""
     features = slots.features[: frame.n] if backbone.n_features and slots.features is not None else None
     anchor, start = slots.anchor(frame.n), slots.start[: frame.n]
     if passes > 1:
-        return loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes).logits
-    return propose(backbone, cache, anchor, start, size, path, features, frame.n_keys)
+        looped = loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes)
+        return Draft(looped.logits, looped.states)
+    hidden = states(backbone, cache, anchor, start, size, path, features, frame.n_keys)
+    return Draft(guesses(backbone, hidden, path), hidden)
 
 
 def verify(

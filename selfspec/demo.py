@@ -7,7 +7,6 @@ the text is the model's own.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from selfspec import hub, prompts, suite
 from selfspec.adapters import io
@@ -18,6 +17,7 @@ from selfspec.options import (
     Chosen,
     check_modes,
     dtype_name,
+    lengths_of,
     load_model,
     setting,
     settled,
@@ -102,7 +102,7 @@ def run(options: Chosen, mode: str, max_new_tokens: int, repeats: int) -> int:
         )
     fast, exact = models
     print(heading(options, fast), flush=True)
-    settings = Settings(max_new_tokens, mode, options.block_size, options.tree_nodes)
+    settings = Settings(max_new_tokens, mode, options.block_size, options.tree_nodes, options.lengths)
     for question in QUESTIONS:
         print(f"\n> {question}\n", flush=True)
         print(f"[{respond(fast, [prompts.user(question)], settings).line()}]", flush=True)
@@ -118,7 +118,7 @@ def run(options: Chosen, mode: str, max_new_tokens: int, repeats: int) -> int:
     show(done, mode)
 
     expected = next(m for m in done if m.runner.name == "Hugging Face float32").outputs
-    how: dict[str, Any] = {"mode": mode, "block_size": options.block_size, "tree_nodes": options.tree_nodes}
+    how = {k: v for k, v in settings.arguments.items() if k not in ("do_sample", "seed")}
     ours = [answers(exact, exact.model, [p], max_new_tokens, **how)[0] for p in ids]
     judge = Judge(exact.model)
     words, holds = proof([judge.compare(p, a, b) for p, a, b in zip(ids, expected, ours)])
@@ -136,5 +136,6 @@ def ways(options: Chosen, mode: str, fast: SelfSpecModel, exact: SelfSpecModel) 
     runners = [hf_runner(by_dtype[d], f"Hugging Face {d}") for d in dtypes]
     for m in dict.fromkeys(["ar", mode]):
         name = f"selfspec {m} {options.dtype}"
-        runners.append(engine_runner(fast, m, options.block_size, options.tree_nodes, name))
+        rule = lengths_of(fast, m, options)
+        runners.append(engine_runner(fast, m, options.block_size, options.tree_nodes, name, rule))
     return runners

@@ -41,6 +41,7 @@ def custom_generate(
     mode: str | None = None,
     block_size: int | None = None,
     tree_nodes: int = NODES,
+    lengths: str | None = None,
 ) -> Callable[..., Any]:
     """A decoding method for transformers' `generate`, on an untouched model.
 
@@ -50,10 +51,11 @@ def custom_generate(
         streamer: to be passed here, not to `generate`.
         tokenizer: likewise; needed by `stop_strings`.
         seed: unless `generate` gets one.
-        verify: see `SelfSpecModel.generate`, as for the next three.
+        verify: see `SelfSpecModel.generate`, as for the next four.
         mode: likewise.
         block_size: likewise.
         tree_nodes: likewise.
+        lengths: likewise.
 
     Returns:
         A callable with the decoder of the last model that it ran on as `decoder`.
@@ -90,7 +92,7 @@ def custom_generate(
             pipelines=[Pipeline(p) for p in _per_prompt(model, given, config, prompts, input_ids, mask, cap, copies)],
         )
         config.max_time, config.stop_strings = None, stop_strings  # the former is among the criteria
-        plan = decoder.policy(mode, block_size, tree_nodes, verify or "coupled")
+        plan = decoder.policy(mode, block_size, tree_nodes, verify or "coupled", lengths)
         return decoder.answer(input_ids, mask, config, extras, plan, verify, streamer)
 
     decode.decoder = None  # type: ignore[attr-defined]

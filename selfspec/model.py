@@ -22,7 +22,8 @@ from selfspec.memory import fitting
 from selfspec.past import Past
 from selfspec.plan import NODES, Plan
 from selfspec.plan.planner import Fixed, Policy
-from selfspec.planners import planner_for
+from selfspec.planners import planner_for, pruning_for
+from selfspec.pruning import Pruning
 from selfspec.session import Request, Session
 from selfspec.shadow import table_of
 from selfspec.stats import Stats, total
@@ -76,6 +77,7 @@ class SelfSpecModel:
         self.request_stats: list[Stats] = []
         self._kept: Session | None = None
         self._planners: dict[str, Policy] = {}  # by verifier
+        self._prunings: dict[str, Pruning] = {}  # by their names
 
     @classmethod
     def from_pretrained(
@@ -144,6 +146,7 @@ class SelfSpecModel:
         mode: str | None = None,
         block_size: int | None = None,
         tree_nodes: int = NODES,
+        lengths: str | None = None,
         slots: int | None = None,
         **kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
@@ -178,6 +181,9 @@ class SelfSpecModel:
                 measures and chooses before every round. By default "sequential" with an adapter and "lookup" without.
             block_size: tokens verified per round in a chain; by default the adapter's.
             tree_nodes: nodes of a tree beside its root.
+            lengths: a rule that says how many drafts of a chain are verified: "product", "libraspec", "scan" (measures
+                forwards), "adaflash" (an adapter with a length head) or "fixed:length=4"; settings as in
+                "product:threshold=0.1:by=margin". By default all are. The text stays the same.
             slots: prompts that run at a time, the others wait; by default as many as fit into memory.
             **kwargs: fields of `GenerationConfig`.
 
@@ -209,7 +215,7 @@ class SelfSpecModel:
             past_key_values if cache is None else cache,
             response_format,
         )
-        plan = self.policy(mode, block_size, tree_nodes, verify or "coupled")
+        plan = self.policy(mode, block_size, tree_nodes, verify or "coupled", lengths)
         return self.answer(ids, attention_mask, config, extras, plan, verify, streamer, slots)
 
     def answer(
@@ -320,20 +326,39 @@ class SelfSpecModel:
 
     @in_turn
     def policy(
-        self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = NODES, verify: str = "coupled"
+        self,
+        mode: str | None = None,
+        block_size: int | None = None,
+        tree_nodes: int = NODES,
+        verify: str = "coupled",
+        lengths: str | None = None,
     ) -> Policy:
         """What chooses the rounds' plans: with "auto" the planner, which learns from call to call; else one plan.
 
         Raises:
-            ValueError: a plan that drafts, and no adapter; or sizes beside "auto".
+            ValueError: a plan that drafts, and no adapter; sizes or a length rule beside "auto"; a rule without use.
         """
         if mode != "auto":
-            return Fixed(self.plan(mode, block_size, tree_nodes))
-        if block_size is not None:
-            raise ValueError(f"block_size={block_size}: with mode='auto' the planner chooses it")
+            return self.pruned(self.plan(mode, block_size, tree_nodes), lengths)
+        for name, given in (("block_size", block_size), ("lengths", lengths)):
+            if given is not None:
+                raise ValueError(f"{name}={given}: with mode='auto' the planner chooses it")
         if verify not in self._planners:
             self._planners[verify] = planner_for(self.bodies, verify)
         return self._planners[verify]
+
+    def pruned(self, plan: Plan, lengths: str | None, slots: int | None = None) -> Fixed:
+        """Always that plan, its chains pruned by a rule that is kept, as is what it learns; see `generate`. A latency
+        table, where it asks for one, covers so many slots.
+
+        Raises:
+            ValueError: there is no such rule, or it cannot be used for this plan or adapter.
+        """
+        if lengths is None:
+            return Fixed(plan)
+        if lengths not in self._prunings:
+            self._prunings[lengths] = pruning_for(self.bodies, lengths, slots)
+        return self._prunings[lengths].policy(plan, self.bodies[plan.adapter].path)
 
     def plan(
         self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = NODES, adapter: int = 0

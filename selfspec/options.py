@@ -132,6 +132,14 @@ class Chosen:
         int | None, typer.Option(min=1, help="Tokens verified per round in a chain; by default the adapter's.")
     ] = None
     tree_nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = NODES
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="How many drafts of a chain are verified: product, libraspec, scan, adaflash or fixed:length=N, "
+            "settings as in product:threshold=0.1:by=margin; by default all.",
+        ),
+    ] = None
     exact: Annotated[
         bool, typer.Option("--exact", help="In half precision on a GPU too: the tokens of plain decoding at batch 1.")
     ] = False
@@ -259,12 +267,22 @@ def check_modes(model: SelfSpecModel, modes: tuple[str, ...] | None, options: Ch
         ValueError: a mode that cannot run, before any work is done.
     """
     modes = modes or (model.plan().mode,)
-    for mode in modes:
-        if mode != "auto":
-            model.plan(mode, options.block_size, options.tree_nodes)
-        elif options.block_size is not None:
-            raise ValueError(f"block_size={options.block_size}: with mode auto the planner chooses it")
+    plans = [model.plan(m, options.block_size, options.tree_nodes) for m in modes if m != "auto"]
+    if "auto" in modes and options.block_size is not None:
+        raise ValueError(f"block_size={options.block_size}: with mode auto the planner chooses it")
+    if options.lengths is not None:
+        chains = [p for p in plans if p.chain]
+        if not chains:
+            raise ValueError(f"lengths={options.lengths!r} prunes drafted chains, and mode {', '.join(modes)} has none")
+        for plan in chains:
+            model.pruned(plan, options.lengths)
     return list(modes)
+
+
+def lengths_of(model: SelfSpecModel, mode: str | None, options: Chosen) -> str | None:
+    """The length rule that is asked for, in a mode that it can prune."""
+    fits = mode != "auto" and model.plan(mode, options.block_size, options.tree_nodes).chain
+    return options.lengths if fits else None
 
 
 def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -> None:

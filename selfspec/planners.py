@@ -1,4 +1,4 @@
-"""The planner of a backbone: its latency table, and a menu of what its mask path and a verifier can do."""
+"""The planner of a backbone: its latency table, a menu of what its mask path and a verifier can do, length rules."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.planner import Planner
 from selfspec.plan.table import LatencyTable
 from selfspec.plan.tabulate import graphs_run, table_for
+from selfspec.pruning import Pruning, weighs
 
 MODES = ("lookup", "sequential", "loop", "tree", "overlap")  # combined ones have not won anywhere yet
 UNKNOWN = 0.7  # acceptance to begin with, where an adapter does not say
@@ -40,10 +41,31 @@ def planner_for(
     plans = [p for p in menu(paths, MODES) if p.tree_nodes <= MOST_NODES and _takes(verify, p)]
     if table is None:
         table = table_of(bodies, seconds, slots)
-    costs = Costs(table, tuple(p.entry for p in paths) or (0,))
+    costs = costs_of(bodies, table)
     priors = [p.acceptance or UNKNOWN for p in paths] or [UNKNOWN]
     kinds = [f for p in plans for f in families(p)]
     return Planner(costs, plans, Estimator(kinds, priors))
+
+
+def costs_of(bodies: Sequence[Backbone], table: LatencyTable) -> Costs:
+    """Costs of rounds by that table."""
+    paths = [c for b in bodies if (c := getattr(b.path, "config", None)) is not None]
+    return Costs(table, tuple(p.entry for p in paths) or (0,))
+
+
+def pruning_for(bodies: Sequence[Backbone], text: str, slots: int | None = None) -> Pruning:
+    """A length rule for some adapters, with the latency table where it asks for one.
+
+    Args:
+        bodies: a backbone for each adapter, all of one model.
+        text: the rule, as in `selfspec.plan.lengths.named`.
+        slots: requests at a time that the table must cover, see `table_of`.
+
+    Raises:
+        ValueError: there is no such rule.
+    """
+    costs = costs_of(bodies, table_of(bodies, slots=slots)) if weighs(text) else None
+    return Pruning(text, bodies, costs)
 
 
 def table_of(bodies: Sequence[Backbone], seconds: float = 10.0, slots: int | None = None) -> LatencyTable:

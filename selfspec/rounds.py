@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from selfspec import decode, tops
-from selfspec.backbone import Backbone
+from selfspec.backbone import MASK, Backbone
 from selfspec.cache import KVCache
 from selfspec.choose import Chooser
 from selfspec.clock import Clock
 from selfspec.decode import Frame
 from selfspec.draft import DraftTree, overlap
+from selfspec.draft.condition import Condition, Given
 from selfspec.draft.lookup import lookup
 from selfspec.draft.overlap import Groups
+from selfspec.forecast import Forecast, forecast
 from selfspec.plan import Plan
+from selfspec.proposal import Proposal
+from selfspec.pruning import Cut, Pruning, bucket
 from selfspec.request import Request
 from selfspec.slots import Slots
 from selfspec.verify import Accepted
@@ -35,6 +39,7 @@ class Rounds:
         slots: of the requests.
         chooser: of drafts.
         fixed: shapes may not depend on data, as in a CUDA graph.
+        pruning: the length rule of chains; None verifies all of them.
     """
 
     bodies: list[Backbone]
@@ -42,11 +47,22 @@ class Rounds:
     slots: Slots
     chooser: Chooser
     fixed: bool
+    pruning: Pruning | None = None
 
     @staticmethod
     def config(body: Backbone) -> Any:
         """Of its mask path, or None."""
         return getattr(body.path, "config", None)
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states that saved drafts are conditioned from; 0 where none is."""
+        return self.bodies[0].config.hidden_size if any(map(self.condition, self.bodies)) else 0
+
+    def condition(self, body: Backbone) -> Condition | None:
+        """What conditions its drafts on the tokens before them; None without such a head, and where drafts are drawn:
+        what they are weighed by has to be the law that they were drawn from, and that is the marginals."""
+        return None if self.chooser.draws else body.part("condition")
 
     def play(
         self,
@@ -72,14 +88,32 @@ class Rounds:
         Returns:
             [n, 2 + depth] long: `decode.settle`'s.
         """
-        slots = self.slots
-        backbone = self.bodies[plan.adapter] if plan.overlap else verifier_of(self.bodies)
-        tree, likely = self._candidates(plan, frame, size, redraft, requests, run)
+        proposal, cut = self.candidates(plan, frame, size, redraft, requests, run), None
+        if proposal.cut is not None:
+            proposal, cut = self.shortened(proposal)
         if clock is not None:
             clock.lap("draft")
+        result = self.verify(plan, frame, size, proposal, requests, run, clock)
+        if cut is not None:
+            self.learn(plan, proposal.tree.tokens, cut.margins, result)
+        return result
+
+    def verify(
+        self,
+        plan: Plan,
+        frame: Frame,
+        size: int,
+        proposal: Proposal,
+        requests: list[Request],
+        run: Callable[..., Any],
+        clock: Clock | None = None,
+    ) -> Tensor:
+        """What follows the draft. See `play`."""
+        slots, tree = self.slots, proposal.tree
+        backbone = self.bodies[plan.adapter] if plan.overlap else verifier_of(self.bodies)
         groups = None
         if plan.overlap:
-            groups = self._groups(plan, tree, likely)
+            groups = self._groups(plan, tree, proposal.likely)
         parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents, tree.ancestors, tree.depths)
         hung = () if groups is None else (groups.nodes, groups.tokens)
         shapes = tuple(t.shape for t in (*parts, *hung))
@@ -103,38 +137,97 @@ class Rounds:
         depth = min(tree.n_nodes, size)
         return decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth, ready)
 
-    def _candidates(
+    def candidates(
         self, plan: Plan, frame: Frame, size: int, redraft: bool, requests: list[Request], run: Callable[..., Any]
-    ) -> tuple[DraftTree, Tensor | None]:
-        """What is verified, and how likely each node is to be accepted once its parent is [n, M] (None: not known)."""
+    ) -> Proposal:
+        """What there is to verify. See `play`."""
         slots, n = self.slots, frame.n
         start, anchor = slots.start[:n], slots.anchor(n)
         if plan.lookup and size > 1:
             tree = lookup(slots.text[:n], start, size)
             if not self.fixed:  # rows that nobody guessed cost for nothing
                 tree = DraftTree(tree.tokens[:, : int((tree.tokens >= 0).any(0).sum())])
-            return tree, None
+            return Proposal(tree)
         if not plan.drafts or size == 1:
-            return DraftTree(anchor[:, None]), None
+            return Proposal(DraftTree(anchor[:, None]))
+        body, told = self.bodies[plan.adapter], Forecast()
         if redraft:
-            body = self.bodies[plan.adapter]
             draft = partial(decode.draft, body, self.cache, slots, frame, size, self.config(body))
             passes = plan.passes if plan.loop else 1
-            logits = run(("draft", plan.adapter, frame, size, passes), partial(draft, passes))
+            drafted = run(("draft", plan.adapter, frame, size, passes), partial(draft, passes))
+            if self._foretells(plan):
+                told = forecast(body.path, drafted.states)
         else:
             assert slots.saved is not None
-            logits = slots.saved[:n, : size - 1]
+            drafted = decode.Draft(slots.saved, slots.states)[:n, : size - 1]
+            if self._foretells(plan):
+                told = slots.told.known(body.path, n, plan.block_size - 1)
         if plan.verify_length is not None:
-            logits = logits[:, : plan.verify_length - 1]
+            drafted = drafted[:, : plan.verify_length - 1]
+        told = told.first(drafted.logits.shape[1])
         nodes = plan.tree_nodes if plan.tree else None
-        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n])
+        logits, given = drafted.logits, self._given(plan, drafted, anchor, redraft)
+        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n], given)
         if not redraft:  # where the last verification ended without a draft, the anchor is all there is
             first = torch.arange(tree.n_nodes, device=start.device) == 0
             tree = replace(tree, tokens=torch.where(slots.ready[:n, None] | first, tree.tokens, -1))
-        if tree.parents is not None or plan.groups is None:
-            return tree, None
-        likely = tops.certainty(logits)  # [n, M - 1]
-        return tree, torch.cat([torch.ones_like(likely[:, :1]), likely], 1)
+        if tree.parents is not None:
+            return Proposal(tree)
+        likely = cut = None
+        if plan.groups is not None:
+            likely = tops.certainty(logits) if told.sure is None else told.sure  # [n, M - 1]
+            likely = torch.cat([torch.ones_like(likely[:, :1]), likely], 1)
+        if self.pruned(plan, size):
+            cut = self._cut(plan, frame, redraft, logits, told)
+        return Proposal(tree, likely, cut)
+
+    # ---- length rules
+
+    def pruned(self, plan: Plan, size: int) -> bool:
+        """Whether a length rule is asked about a round's chains."""
+        return self.pruning is not None and plan.chain and min(size, plan.nodes) > 1
+
+    def _foretells(self, plan: Plan) -> bool:
+        """Whether somebody asks what the path's heads say of a draft."""
+        return plan.chain and (self.pruning is not None or plan.groups is not None)
+
+    def _cut(self, plan: Plan, frame: Frame, redraft: bool, logits: Tensor, told: Forecast) -> Cut:
+        """What the rule wants. logits: [n, T, V]"""
+        assert self.pruning is not None
+        n, t, slots = frame.n, logits.shape[1], self.slots
+        live = slots.left[:n] > 0
+        if not redraft:
+            live &= slots.ready[:n]
+        context = frame.n_keys or max(self.cache.lengths[frame.span])
+        times = self.pruning.times(plan, n, t, context, not redraft, self.fixed)
+        return self.pruning(plan, logits, told, live, times)
+
+    def shortened(self, proposal: Proposal) -> tuple[Proposal, Cut]:
+        """The nodes that the rule leaves. The host waits for the draft here."""
+        cut = proposal.cut
+        assert cut is not None
+        return proposal.first(bucket(int(cut.drafts), proposal.tree.n_nodes, self.fixed)), cut
+
+    def learn(self, plan: Plan, tokens: Tensor, seen: Tensor | None, result: Tensor) -> None:
+        """Tell the rule what came of a round. tokens: [n, M], seen: [n, T] margins, result: `decode.settle`'s"""
+        assert self.pruning is not None
+        count = result[:, 0]
+        room = self.slots.left[: len(count)] + count - 1  # drafts that could be emitted before the round
+        verified = torch.minimum((tokens[:, 1:] >= 0).sum(1), room.clamp(min=0))
+        self.pruning.observe(plan.adapter, seen, verified, (count - 1).clamp(min=0))
+
+    def _given(self, plan: Plan, drafted: decode.Draft, anchor: Tensor, redraft: bool) -> Given | None:
+        """What conditions a draft, or None.
+
+        A loop's later passes know the tokens that its earlier ones chose by the marginals: its drafts stay as they are.
+        """
+        body = self.bodies[plan.adapter]
+        condition, config = self.condition(body), self.config(body)
+        if condition is None or plan.loop or drafted.states is None or not drafted.states.shape[1]:
+            return None
+        # a seed row's output is the model's own, and a calibrator has told the first draft of its bonus already
+        done = config.seed_row or (not redraft and body.part("calibrate") is not None)
+        return Given(condition, drafted.states, torch.full_like(anchor, MASK) if done else anchor, config.mask_id)
 
     def _groups(self, plan: Plan, tree: DraftTree, likely: Tensor | None) -> Groups:
         """The ends that get a draft of their own: all nodes, or the likeliest."""
@@ -151,10 +244,13 @@ class Rounds:
         """Keep the draft of the end that came. Returns where there is one, [n] bool."""
         slots, body = self.slots, self.bodies[plan.adapter]
         assert slots.saved is not None
-        calibrate = getattr(body.path, "calibrate", None)  # of paths that have such a head
-        fix = None if calibrate is None else calibrate(body)
-        logits, hit = overlap.saved(body, draft, groups, accepted.last, accepted.bonus, self.config(body), fix)
+        to, outcome = self.config(body), (accepted.last, accepted.bonus)
+        logits, hit, corrected, states = overlap.saved(body, draft, groups, *outcome, to, body.part("calibrate"))
         slots.saved[:n, : plan.block_size - 1] = logits
+        if slots.states is not None:
+            slots.states[:n, : plan.block_size - 1] = corrected
+        if self._foretells(plan):
+            forecast(body.path, states).keep(slots.told)
         slots.ready[:n] = hit
         return hit
 

@@ -25,14 +25,19 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def engine_runner(
-    model: SelfSpecModel, mode: str, block_size: int | None = None, tree_nodes: int = NODES, name: str | None = None
+    model: SelfSpecModel,
+    mode: str,
+    block_size: int | None = None,
+    tree_nodes: int = NODES,
+    name: str | None = None,
+    lengths: str | None = None,
 ) -> Runner:
     """This package's decoder in one mode. Its slots are kept full from the queue: an ended request's successor joins
     while the others run.
 
     Prefill ends for the run with its first token; that of later requests is taken from the session's own clock.
     """
-    policy, eos = model.policy(mode, block_size, tree_nodes), eos_ids(model.model)
+    policy, eos = model.policy(mode, block_size, tree_nodes, lengths=lengths), eos_ids(model.model)
 
     def run(prompts: Prompts, cap: int, slots: int, watch: Watch) -> tuple[Prompts, list[Stats]]:
         requests = [Request(p, cap, eos) for p in prompts]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -16,13 +15,14 @@ from selfspec.decode import Frame
 from selfspec.flights import Flight, Rows, book, read, sent
 from selfspec.graphs import Graphs, capturable
 from selfspec.joining import Door, Joining, goal, slot_of
+from selfspec.launch import launch
 from selfspec.memory import tail_rows
 from selfspec.past import PastText
 from selfspec.plan import Plan
 from selfspec.plan.planner import Assignment, Fixed, Policy, View
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
-from selfspec.rounds import Rounds, plainly, verifier_of
+from selfspec.rounds import Rounds, verifier_of
 from selfspec.slots import Slots
 from selfspec.transfer import onto
 from selfspec.turns import in_turn
@@ -101,8 +101,9 @@ class Session:
             raise ValueError(f"the plan runs {rows} rows a request; this session has room for {self.cache.tail}")
         if any(p.overlap for p in policy.plans):
             longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
-            self.slots.save_drafts(longest - 1, self.backbone.vocab_size)
+            self.slots.save_drafts(longest - 1, self.backbone.vocab_size, self.rounds.width)
         self.policy, self._saved = policy, None
+        self.rounds = replace(self.rounds, pruning=getattr(policy, "pruning", None))
         self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns
 
     def suits(self, policy: Policy, capacity: int, verify: str) -> bool:
@@ -112,11 +113,15 @@ class Session:
 
     def _require(self, policy: Policy) -> None:
         """Refuse what the mask path was not trained for, and drafts that the verifier does not take."""
+        pruning = getattr(policy, "pruning", None)
         for plan in policy.plans:
             self.chooser.require(plan)
             if plan.adapter >= len(self.bodies):
                 raise ValueError(f"adapter={plan.adapter}: {len(self.bodies)} are loaded, counted from 0")
-            plan.require(getattr(self.bodies[plan.adapter].path, "config", None))
+            path = self.bodies[plan.adapter].path
+            plan.require(getattr(path, "config", None))
+            if pruning is not None and plan.chain:
+                pruning.require(plan, path, self.chooser.draws)
 
     # ---- who runs
 
@@ -299,20 +304,14 @@ class Session:
         redraft = plan != self._saved
         frame = self._frame(range(len(requests)), plan.rows)
         idle = IDLE if key is None else running[0]  # chosen for like any other, and kept by nobody
-        play = partial(self.rounds.play, plan, frame, size, redraft, [r or idle for r in requests])
-        full, warm = ("round", frame, plan, redraft, key), not self.graphs.enabled
-        if key is None or not self.graphs.enabled:
-            result = play(self.graphs, clock)
-        else:
-            warm = full in self.graphs
-            result = self.graphs(full, partial(play, plainly, None))
+        given = [r or idle for r in requests]
+        result, warm = launch(self.rounds, self.graphs, key, plan, frame, size, redraft, given, clock)
         self._saved = plan if plan.overlap else None
         if plan.drafts and redraft and size > 1:
             depth = 1 - self.rounds.config(self.bodies[plan.adapter]).entry / self.backbone.n_layers
             for r in running:
                 r.stats.drafts += depth * (plan.passes if plan.loop else 1)
         result, arrived = sent(result)
-        clock.lap("rest" if full not in self.graphs else "round")
         self._flights.append(Flight(requests, result, arrived, clock, result.shape[1] - 2, running, assignment, warm))
 
     def _plan(self, running: list[Request]) -> Assignment:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from selfspec.draft.lookup import LONGEST
+from selfspec.forecast import Forecast
 from selfspec.nodes import Text
 from selfspec.transfer import onto
 
@@ -28,6 +29,8 @@ class Slots:
         seed: [n] long, of sampling.
         features: [n, F] of position start - 1, or None.
         saved: [n, T, V] logits of the positions after the anchor, where overlapped rounds leave them.
+        told: what the mask path's heads say of those drafts, for the heads that it has.
+        states: [n, T, d] their hidden states, where a head conditions drafts.
         ready: [n] bool, whether the last one left any.
     """
 
@@ -41,14 +44,19 @@ class Slots:
         self.start, self.left, self.prompt, self.seed = zeros(), zeros(), zeros(), zeros()
         self.features = zeros(features, dtype=dtype) if features else None
         self.saved: Tensor | None = None
+        self.told = Forecast()
+        self.states: Tensor | None = None
         self.ready = zeros(dtype=torch.bool)
         self._dtype = dtype
 
-    def save_drafts(self, positions: int, vocab_size: int) -> None:
-        """Make room for drafts of so many positions, once: captured rounds know the place."""
+    def save_drafts(self, positions: int, vocab_size: int, width: int = 0) -> None:
+        """Make room for drafts of so many positions, once: captured rounds know the place. width: d of states, or 0."""
         if self.saved is None:
-            shape = len(self.start), positions, vocab_size
-            self.saved = torch.zeros(shape, dtype=self._dtype, device=self.start.device)
+            where, shape = self.start.device, (len(self.start), positions)
+            self.saved = torch.zeros(*shape, vocab_size, dtype=self._dtype, device=where)
+            self.states = torch.zeros(*shape, width, dtype=self._dtype, device=where) if width else None
+            wide = torch.zeros(len(self.start), 2 * positions + 1, device=where)
+            self.told = Forecast(wide[:, :positions], wide[:, positions:])
 
     def anchor(self, n: int) -> Tensor:
         """Last known token of the first n requests. [n] long"""
@@ -78,6 +86,7 @@ class Slots:
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Copy rows to other places, over what stood there; no slot may be in both lists."""
         old, new = onto([sources, targets], self.text.device)
-        for t in (self.text, self.start, self.left, self.prompt, self.seed, self.features, self.saved, self.ready):
+        drafts = self.saved, self.states, *self.told, self.ready
+        for t in (self.text, self.start, self.left, self.prompt, self.seed, self.features, *drafts):
             if t is not None:
                 t[new] = t[old]

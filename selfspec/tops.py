@@ -56,6 +56,27 @@ def ranked(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return reference(logits, k)
 
 
+def among(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Some tokens of every row in order.
+
+    Args:
+        logits: [N, R, V]
+        ids: [N, R, K] long, below 0 for none.
+
+    Returns:
+        Their log-probabilities among all of V, falling, float32 [N, R, K] (-inf for none), and which of them each is,
+        long [N, R, K], the earlier first where they are equal.
+    """
+    if kernels.serve(logits) and ids.numel():
+        from selfspec.kernels import among as kernel
+
+        return kernel.among(logits, ids)
+    scores = logits.float()
+    top = scores.gather(-1, ids.clamp(min=0)) - scores.logsumexp(-1, keepdim=True)
+    top, order = top.masked_fill(ids < 0, -torch.inf).sort(dim=-1, descending=True, stable=True)
+    return top, order
+
+
 def reference(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`ranked` by torch, whose top-k leaves open which of equal scores it takes, and in which order."""
     scores, v = logits.float(), logits.shape[-1]

@@ -37,12 +37,13 @@ class BatchOptions:
         params: generation settings of rows that say nothing else; by default greedy and transformers' own.
         system: a system message for conversations that have none.
         seed: of sampled rows without one of their own.
-        mode: see `SelfSpecModel.generate`, as for the next two.
+        mode: see `SelfSpecModel.generate`, as for the next two and `lengths`.
         block_size: likewise.
         tree_nodes: likewise.
         slots: rows at a time, at most; by default 256 on CUDA and 32 elsewhere.
         memory: bytes that keys and values may take; by default most of what is free.
         name: the model's, in OpenAI's form.
+        lengths: the length rule of drafted chains.
     """
 
     params: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class BatchOptions:
     slots: int | None = None
     memory: int | None = None
     name: str = "selfspec"
+    lengths: str | None = None
 
 
 @dataclass(eq=False)
@@ -79,7 +81,7 @@ class Batcher:
 
     def __init__(self, model: SelfSpecModel, settings: BatchOptions, created: int = 0):
         self.model, self.settings, self.created = model, settings, created
-        plan = model.policy(settings.mode, settings.block_size, settings.tree_nodes)
+        plan = model.policy(settings.mode, settings.block_size, settings.tree_nodes, lengths=settings.lengths)
         self.builder = Builder(model, settings.params, settings.seed)
         self.engine = Engine(model, plan, settings.slots, settings.memory)
         self._asked: dict[Ticket, _Conversation] = {}

@@ -59,7 +59,16 @@ def batch(
 
     params: dict[str, Any] = {"max_new_tokens": max_new_tokens, **drawn.given, **({"stop": stop} if stop else {})}
     settings = BatchOptions(
-        params, system, seed, mode, where.block_size, where.tree_nodes, slots, _bytes(memory), Path(where.model).name
+        params,
+        system,
+        seed,
+        mode,
+        where.block_size,
+        where.tree_nodes,
+        slots,
+        _bytes(memory),
+        Path(where.model).name,
+        where.lengths,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves through the output's exit, which saves
     try:

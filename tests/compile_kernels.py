@@ -88,12 +88,15 @@ def noises(dtype, every):
 
 def tops(dtype, every):
     from selfspec.kernels import topk
+    from selfspec.kernels.among import among
 
+    few = torch.zeros(1, 2, 8, dtype=torch.long)
     for vocab, k in ((49152, 32), (151936, 64))[: 1 + every]:
         for logits in (rand(1, 2, vocab, dtype=dtype), rand(1, 2, vocab, dtype=torch.float32)):
             topk.ranked(logits, k)
             topk.best(logits)
             topk.best(logits, torch.zeros(1, dtype=torch.long))
+            among(logits, few)
 
 
 def entries(dtype, every):

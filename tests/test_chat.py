@@ -36,8 +36,11 @@ def reference(folder, text, n):
 
 def test_generate_prints_the_models_own_answer(folder, adapter):
     argv = ["w3 w4", "--model", folder, "--adapter", adapter, "--dtype", "float32", "--max-new-tokens", "9", "--stats"]
-    result = tiny_chat.run("generate", *argv)
+    result, pruned = (tiny_chat.run("generate", *argv, *more) for more in ([], ["--lengths", "product:threshold=0.9"]))
     assert result.exit_code == 0 and result.stdout.strip() == reference(folder, "user: w3 w4 assistant:", 9)
+    assert pruned.exit_code == 0 and pruned.stdout == result.stdout
+    refused = tiny_chat.run("generate", *argv, "--lengths", "adaflash")
+    assert refused.exit_code == 2 and "length head" in refused.stderr
     assert all(words in result.stderr for words in ("tau", "draft forwards", "ms/token"))
 
 

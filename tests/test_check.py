@@ -35,10 +35,12 @@ def run(tmp_path, *argv):
     return result, json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_mode_and_batch_gives_the_text_of_hugging_face(tmp_path, model, adapter, file, dtype):
+@pytest.mark.parametrize("dtype, lengths", [("float32", None), ("float64", None), ("float64", "product:threshold=0.9")])
+def test_every_mode_and_batch_gives_the_text_of_hugging_face(tmp_path, model, adapter, file, dtype, lengths):
     argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--dtype", dtype]
+    argv += ["--lengths", lengths] if lengths else []
     result, data = run(tmp_path, *argv, "--batch", "1,2", "--mode", "ar,sequential,tree")
+    assert data["settings"]["lengths"] == ({"sequential": lengths} if lengths else {})
     assert result.exit_code == 0 and data["complete"] and data["mismatches"] == 0
     wanted = {(mode, batch) for mode in ("ar", "sequential", "tree") for batch in (1, 2)}
     assert {(r["mode"], r["batch"]) for r in data["runs"]} == wanted
@@ -116,6 +118,7 @@ def test_partial_reports_are_written(tmp_path, model, file, monkeypatch):
         (["--mode", "nonsense"], "nonsense"),
         (["--prompts", "no/such.jsonl"], "no prompt file at no/such.jsonl"),
         (["--adapter", "no-such"], "no adapter at"),
+        (["--lengths", "product"], "prunes drafted chains"),
         (["--max-new-tokens", "5000"], "p0 has"),
     ],
 )

@@ -14,7 +14,9 @@ from selfspec import adapters, rows
 from selfspec.adapters import MaskPathConfig, MaskPathModel, heads, io
 from selfspec.backbone import Backbone
 from selfspec.cache import PrefixCache
+from selfspec.draft import condition
 from selfspec.draft.block import draft_inputs
+from selfspec.draft.condition import Given
 from selfspec.draft.trees import domino
 
 ALL = ("calibrator", "confidence", "length", "markov")
@@ -66,16 +68,35 @@ def test_a_markov_walk_conditions_each_draft_on_the_one_before(path: MaskPathMod
     assert second.shape == (1, T) and not torch.equal(second, tokens)
 
 
-def test_transitions_are_what_the_walk_would_see(path: MaskPathModel) -> None:
+def linked(body: Backbone, hidden: torch.Tensor, candidates: torch.Tensor, anchor: int) -> torch.Tensor:
+    """Transitions between candidates, not ranked. [1, T, K, K]"""
+    given = Given(body.path.condition(body), hidden, torch.tensor([anchor]))
+    top, order = condition.transitions(given, candidates, lambda logits, _: logits)
+    assert torch.equal(top, top.sort(-1, descending=True).values)
+    return torch.empty_like(top).scatter(-1, order, top)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 1024])
+def test_transitions_are_what_the_walk_would_see(path: MaskPathModel, rows: int, monkeypatch) -> None:
+    monkeypatch.setattr(condition, "ROWS", rows)
     body, hidden = drafted(path)
     candidates = torch.randint(24, (1, T, 3))
-    got = heads.transitions(path.heads, body, hidden, torch.tensor([7]), candidates, chunk=5)
+    candidates[0, 2, 1] = -1  # there are fewer
+    got = linked(body, hidden, candidates, 7)
     assert got.shape == (1, T, 3, 3)
     for t in range(T):
         for i in range(3):
             before = 7 if t == 0 else int(candidates[0, t - 1, i])
             log_q = heads.conditioned(path.heads, body, hidden[0, t], torch.tensor(before)).float().log_softmax(-1)
-            torch.testing.assert_close(got[0, t, i], log_q[candidates[0, t]])
+            want = torch.where(candidates[0, t] < 0, -torch.inf, log_q[candidates[0, t]])
+            torch.testing.assert_close(got[0, t, i], want)
+
+
+def test_no_token_before_leaves_a_slot_as_it_is(path: MaskPathModel) -> None:
+    body, hidden = drafted(path)
+    got = heads.conditioned(path.heads, body, hidden, torch.tensor([[3, -1, 5, -1]]))
+    plain = body.logits(hidden)
+    assert torch.equal(got[:, [1, 3]], plain[:, [1, 3]]) and not torch.equal(got[:, [0, 2]], plain[:, [0, 2]])
 
 
 def test_trees_are_conditioned_by_the_markov_head(path: MaskPathModel) -> None:
@@ -87,7 +108,7 @@ def test_trees_are_conditioned_by_the_markov_head(path: MaskPathModel) -> None:
     by_parent = {(int(p), int(t)) for p, t in zip(tree.parents[0], tree.tokens[0])}
     assert (0, int(tokens[0, 0])) in by_parent
     everything = torch.arange(24).expand(1, T, 24)
-    table = heads.transitions(path.heads, body, hidden, anchor, everything)
+    table = linked(body, hidden, everything, int(anchor))
     again = domino.over_candidates(anchor, everything, table, 20)
     assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
     marginal = domino.DominoTree(lambda tokens, d: torch.zeros(1, tokens.shape[1], 24), 20)(anchor, logits, 20)

@@ -145,7 +145,7 @@ def test_a_branch_is_the_draft_that_would_follow(shift, kind):
     layout, inputs = attach(clean, groups, B, shift)
     out = body(layout, cache, tree.tokens, inputs)
     last, bonus = torch.tensor([2, 3]), torch.tensor([11, 7])
-    got, hit = saved(body, out.draft, groups, last, bonus, body.path.config, lambda h, b: h * math.nan)
+    got, hit, *_ = saved(body, out.draft, groups, last, bonus, body.path.config, lambda h, b: h * math.nan)
     assert hit.all()
     for i in range(2):
         path = [j for j in range(tree.n_nodes) if tree.ancestors[i, last[i], j]]
@@ -166,19 +166,21 @@ def test_kept_groups_draft_what_they_would_among_all():
     layout, inputs = attach(clean, every, B)
     out = body(layout, cache, tree.tokens, inputs)
     accepted = greedy(tree, body.logits(out.clean))
-    want, there = saved(body, out.draft, every, accepted.last, accepted.bonus, body.path.config)
+    want, there, *_ = saved(body, out.draft, every, accepted.last, accepted.bonus, body.path.config)
     assert there.all()
     other = (accepted.last + 1) % tree.n_nodes
     for nodes, hits in ((torch.stack([other, accepted.last], 1), True), (other[:, None], False)):
         groups = hidden(nodes)
         layout, inputs = attach(clean, groups, B)
         out = body(layout, cache, tree.tokens, inputs)
-        got, hit = saved(body, out.draft, groups, accepted.last, accepted.bonus, body.path.config)
+        got, hit, *_ = saved(body, out.draft, groups, accepted.last, accepted.bonus, body.path.config)
         assert hit.tolist() == [hits, hits]
         if hits:
             torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
-            double = saved(body, out.draft, groups, accepted.last, accepted.bonus, body.path.config, lambda h, b: 2 * h)
-            torch.testing.assert_close(double[0], 2 * got, rtol=1e-9, atol=1e-9)
+            double, *_ = saved(
+                body, out.draft, groups, accepted.last, accepted.bonus, body.path.config, lambda h, b: 2 * h
+            )
+            torch.testing.assert_close(double, 2 * got, rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()

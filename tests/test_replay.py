@@ -16,11 +16,13 @@ from selfspec.generation import processors_of
 from selfspec.graphs import Graphs
 from selfspec.plan import Plan, menu
 from selfspec.plan.planner import Assignment
+from selfspec.pruning import Pruning
 from selfspec.sampling import Pipeline, Sampling
 from selfspec.session import Request, Session
 from selfspec.verify import VERIFIERS, Noise
 
 B = 5
+RULES = ("product:threshold=0.1", "libraspec:by=certainty", "product:by=margin")
 KINDS = {
     "bare": None,
     "drawn": dict(do_sample=True),
@@ -65,8 +67,8 @@ class Replayed(Graphs):
 class Dice:
     """A policy that throws for every round's plan."""
 
-    def __init__(self, plans, seed):
-        self.plans, self.rng, self.used = plans, random.Random(seed), set()
+    def __init__(self, plans, seed, pruning=None):
+        self.plans, self.rng, self.used, self.pruning = plans, random.Random(seed), set(), pruning
 
     def round(self, active):
         plan = self.rng.choice(self.plans)
@@ -121,7 +123,9 @@ def played(seed, graphs, monkeypatch):
     """One sequence of events. Returns what each request's rounds accepted."""
     rng = random.Random(seed)
     model = model_of(rng.choice(list(FAMILIES)))
-    extra = [{}, *3 * [dict(shift=True, causal=True)], dict(mask_id=5), dict(entry=2), dict(heads=("calibrator",))]
+    extra = [{}, *2 * [dict(shift=True, causal=True)], dict(mask_id=5), dict(entry=2), dict(heads=("calibrator",))]
+    extra += [dict(heads=("calibrator", "confidence", "length"), shift=True, causal=True), dict(heads=("confidence",))]
+    extra += [dict(heads=("markov",)), dict(heads=("markov", "calibrator", "confidence"), mask_id=5)]
     path = path_of(model, rng.choice((0.0, 0.02)), prefix_splits=True, **rng.choice(extra))
     body, kinds = Backbone(model, path), rng.choice((["bare"], ["drawn"], ["bare", "lazy"], list(KINDS), ["both"]))
     monkeypatch.setattr("selfspec.joining.CHUNK", rng.choice((512, 8)))
@@ -135,13 +139,13 @@ def played(seed, graphs, monkeypatch):
     for spec in specs:
         run(Session(body, Plan("ar", 1), 1, len(spec[0]) + spec[1]), [r := request(*spec)])
         truth.append(r.output)
-    plans = plans_for(path)
+    plans, rules = plans_for(path), [None, *(Pruning(r, [body]) for r in RULES)]
     capacity = max(len(p) + cap for p, cap, *_ in specs)
     session = Session(
         body, Dice(plans, seed), rng.choice((1, 3, 4, 5)), capacity, graphs=graphs,
         reuse=rng.random() < 0.5,
     )  # fmt: skip
-    session.use(Dice(rng.sample(plans, rng.choice((1, 2, 6))), seed))
+    session.use(Dice(rng.sample(plans, rng.choice((1, 2, 6))), seed, rng.choice(rules)))
     requests = [request(*spec) for spec in specs]
     waiting, cancelled, told = list(requests), set(), {r: [] for r in requests}
     while waiting or session.active:
@@ -151,7 +155,7 @@ def played(seed, graphs, monkeypatch):
             told[r] += tokens
         event = rng.choice(("nothing",) * 5 + ("cancel", "release", "release", "clear", "use"))
         if event == "use":
-            session.use(Dice(rng.sample(plans, rng.choice((1, 2, 6))), seed))
+            session.use(Dice(rng.sample(plans, rng.choice((1, 2, 6))), seed, rng.choice(rules)))
         elif event == "clear" and rng.random() < 0.3:
             waiting += session.active
             session.clear()

@@ -6,13 +6,17 @@ import torch
 from selfspec import rows
 from selfspec.draft import DraftTree, cut
 from selfspec.draft import tree as trees
+from selfspec.draft.condition import Given, propose
 from selfspec.draft.drawn import replay
 from selfspec.draft.levels import by_levels
 from selfspec.draft.loop import PREFIXES
 from selfspec.draft.overlap import branches, ends, find, hidden, keep, survival
 from selfspec.draft.trees import TAPS, Bastion, CaDDTree, DominoTree, OPTTree
+from selfspec.forecast import Forecast
+from selfspec.plan import Plan
 from selfspec.plan.lengths import AdaFlash, Fixed, LibraSpec, Margins, Product, Scan
 from selfspec.plan.lengths.margin import margins
+from selfspec.pruning import Pruning
 from selfspec.verify.greedy import walk
 
 N, T, V, M = 3, 5, 11, 9
@@ -30,7 +34,7 @@ def given(tree=True):
     return DraftTree(long(N, M), long(N, M) if tree else None, scores=meta(N, M))
 
 
-def grown(anchor, top, ids, budget):
+def grown(anchor, top, ids, budget, order=None):
     """The growth kernel's outcome."""
     m = budget + 1
     return DraftTree(long(N, m), long(N, m), None, meta(N, m), meta(N, m, m, dtype=torch.bool), long(N, m))
@@ -48,6 +52,20 @@ def learnt():
     return rule(m)
 
 
+def pruned(rule):
+    """The length of a batch: the host reads it, but not before it is whole."""
+    told = Forecast(meta(N, T), meta(N, T + 1)).first(T - 1)
+    told.keep(Forecast(meta(N, T), meta(N, T + 1)))
+    times = meta(T) if rule == "scan" else None
+    body = type("", (), {"device": torch.device("meta"), "path": None})()
+    return Pruning(rule, [body])(Plan(), meta(N, T - 1, V), told, meta(N, dtype=torch.bool), times).drafts
+
+
+def conditioned(nodes):
+    given = Given(lambda states, before: meta(*before.shape, V), meta(N, T, 2), long(N), banned=3)
+    return propose(long(N), meta(N, T, V), given, nodes, lambda logits, place: logits)
+
+
 PATHS = {
     "walk": lambda: walk(given(), long(N, M)),
     "walk of a chain": lambda: walk(given(False), long(N, M)),
@@ -59,11 +77,14 @@ PATHS = {
     "opt-tree": lambda: OPTTree()(long(N), meta(N, T, V), M - 1),
     "dominotree": lambda: DominoTree(lambda tokens, d: meta(N, tokens.shape[1], V))(long(N), meta(N, T, V), M - 1),
     "levels": lambda: by_levels(long(N), lambda at, d: (meta(*at.shape, 4), long(*at.shape, 4)), T, 30, 3),
+    "conditioned tree": lambda: conditioned(M - 1),
+    "conditioned chain": lambda: conditioned(None),
     "replay": lambda: replay(given(), long(N, T, 4)),
     "ends": lambda: keep(ends(given(), survival(given(), meta(N, M))), 4),
     "branches": lambda: branches(given(False), meta(N, M - 1, V), banned=(3, 5)),
     "find": lambda: find(hidden(long(N, 4)), long(N), long(N)),
     "prefixes": lambda: [make(1)(meta(N, T)) for make in PREFIXES.values()],
+    "pruning": lambda: [pruned(rule) for rule in ("scan", "product", "adaflash", "libraspec:by=certainty")],
     "lengths": lambda: [f(meta(N, T)) for f in (Fixed(2), Product(), LibraSpec(), Scan(meta(T + 1)), AdaFlash())],
     "margins": learnt,
 }
@@ -72,6 +93,7 @@ PATHS = {
 @pytest.mark.parametrize("name", PATHS)
 def test_nothing_is_read_on_the_host(name, monkeypatch):
     monkeypatch.setattr(trees, "grow", grown)
+    monkeypatch.setattr("selfspec.draft.condition.grow", grown)
     monkeypatch.setattr("selfspec.draft.trees.taps.grow", grown)
     PATHS[name]()
 

@@ -59,6 +59,24 @@ def test_the_most_probable_tokens_stand_in_order(how, kind, v, k):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("v,k", [(5, 3), (1100, 8)])
+def test_a_few_given_tokens_stand_in_order(how, kind, v, k):
+    x = logits_of(kind, 2, 4, v)
+    ids = torch.rand(2, 4, v, generator=torch.Generator().manual_seed(v)).topk(k).indices.to(DEVICE)
+    ids[0, :, 1] = -1
+    top, order = tops.among(x, ids)
+    log_q = (x.double() - x.double().logsumexp(-1, keepdim=True)).float()
+    own = torch.where(ids < 0, -torch.inf, log_q.gather(-1, ids.clamp(min=0)))
+    scores = torch.where(ids < 0, -torch.inf, x.float().gather(-1, ids.clamp(min=0)))
+    assert torch.equal(order, scores.sort(dim=-1, descending=True, stable=True).indices)
+    torch.testing.assert_close(top, own.gather(-1, order), rtol=1e-6, atol=3e-6)
+    part = tops.among(x[:, 1:], ids[:, 1:])  # rows that lie apart
+    assert torch.equal(part[1], order[:, 1:])
+    if how == "kernels":
+        assert torch.equal(part[0], top[:, 1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_first_of_equals_is_best(how, kind):
     for v in (1, 7, 1100):
         x = logits_of(kind, 2, 3, v)

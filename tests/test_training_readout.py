@@ -173,7 +173,7 @@ def test_drafts_are_judged_as_the_heads_correct_them(kind: str, layout: str) -> 
             plain = case.backbone.logits(heads.calibrated(path.heads, case.backbone, states, anchor))[0]
         for j, label in enumerate(text[at + 1 : at + B]):
             scores = plain[j]
-            if j or not path.config.seed_row:  # the seed's output is the model's own
+            if j or kind == "shift":  # a seed's output is the model's own, and a calibrator knows the bonus
                 scores = scores + w @ (up @ (down @ table[text[at + j]]))
             few = plain[j].topk(k).indices
             guess = int(few[scores[few].argmax()])

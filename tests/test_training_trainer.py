@@ -72,6 +72,7 @@ def config(out, **fields) -> TrainConfig:
         {"shift": True},
         {"causal": True},
         {"entry": 1, "taps": (1,), "tuning": "lora", "rank": 4},
+        {"mask_embedding": "per_slot", "layouts": ("known", "hidden"), "heads": ("calibrator", "markov")},
     ],
 )
 def test_teacher_forced_tau_is_the_decoders(fields: dict, tmp_path) -> None:
@@ -79,6 +80,7 @@ def test_teacher_forced_tau_is_the_decoders(fields: dict, tmp_path) -> None:
     block = 5
     answers = [a for a in answered(model, 12) if len(a.answer) >= 2]
     shapes = {"length": 64, "rows": 3, "anchors": 12, "max_steps": 80, "lr": 1e-2, "log_every": 1000}
+    shapes["objectives"] = {"ce": 1.0, "dpace": 0.3} | {head: 1.0 for head in fields.get("heads", ())}
     trainer = Trainer(config(tmp_path, adapter={"block_size": block, **fields}, **shapes), model, answers, answers[:1])
     for _ in range(80):  # half learned: rounds of every length
         trainer.train_step()

@@ -183,7 +183,8 @@ def judge(
         groups = anchoring.path_groups(config, pack, chosen, size, hidden_bonus)
         groups = noise.fill(groups, pack, config.noise, backbone.vocab_size, config.mask_id, None)
         drafts = draft_states(backbone, groups, cache, clean, taps).flatten(0, 1)  # [N * A, B - 1, d]
-        if layout == "hidden" and "calibrator" in own:
+        calibrates = layout == "hidden" and "calibrator" in own
+        if calibrates:
             drafts = heads.calibrated(own, backbone, drafts, pack.tokens.gather(1, groups.anchors).flatten())
         # the verifier's distribution of a slot's token stands on the clean row before it
         before = (chosen.clamp(min=0)[:, :, None] + steps - 1).clamp(max=clean.shape[1] - 1).flatten(1)
@@ -191,7 +192,8 @@ def judge(
         given = None
         if "markov" in own:
             given = pack.tokens.gather(1, before).view(*chosen.shape, size - 1)
-            given = given.masked_fill((steps == 1) & config.seed_row, MASK).flatten()  # the seed's output is no draft
+            # a seed row's output is the model's own, and a calibrator has told the first draft of its bonus already
+            given = given.masked_fill((steps == 1) & (config.seed_row or calibrates), MASK).flatten()
         compared = _compare(head, drafts.flatten(0, 1), target, config.mask_id, given, few)
         guess, overlaps = (x.view(*chosen.shape, size - 1) for x in compared)
         labels = anchoring.following(pack, chosen, steps)

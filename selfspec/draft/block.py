@@ -52,7 +52,31 @@ def propose(
     n_keys: int | None = None,
     known: Tensor | None = None,
 ) -> Tensor:
-    """Marginals of the size - 1 positions after the anchor.
+    """Marginals of the size - 1 positions after the anchor. See `states` for the arguments.
+
+    Returns:
+        [N, size - 1, V] logits; the mask's own vocabulary id is banned.
+    """
+    return guesses(backbone, states(backbone, cache, anchor, start, size, path, features, n_keys, known), path)
+
+
+def guesses(backbone: Backbone, states: Tensor, path) -> Tensor:
+    """Marginals of drafts by their hidden states. [N, T, d] -> [N, T, V] logits, the mask's own id banned"""
+    return ban_mask(backbone.logits(states), path.mask_id)
+
+
+def states(
+    backbone: Backbone,
+    cache: KVCache,
+    anchor: Tensor,
+    start: Tensor,
+    size: int,
+    path,
+    features: Tensor | None = None,
+    n_keys: int | None = None,
+    known: Tensor | None = None,
+) -> Tensor:
+    """Hidden states of the drafts of the size - 1 positions after the anchor: what the head and a path's heads read.
 
     Args:
         backbone: with a mask path.
@@ -66,7 +90,7 @@ def propose(
         known: [N, size - 1] long, draft tokens that stand in slots 1, 2, ... instead of masks; `MASK` where none does.
 
     Returns:
-        [N, size - 1, V] logits; the mask's own vocabulary id is banned.
+        [N, size - 1, d]
     """
     n_rows = path.rows(size)  # a shifted group's last row would predict past the block
     features = None if features is None else features[:, None]
@@ -85,10 +109,8 @@ def propose(
     tokens = anchor[:, None] if path.seed_row else None
     hidden = backbone(rows, cache, tokens, inputs if n_rows else None, n_keys=n_keys)
     if path.seed_row:
-        states = torch.cat([hidden.clean, hidden.draft], 1)
-    else:
-        states = hidden.draft if path.shift else hidden.draft[:, 1:]
-    return ban_mask(backbone.logits(states), path.mask_id)
+        return torch.cat([hidden.clean, hidden.draft], 1)
+    return hidden.draft if path.shift else hidden.draft[:, 1:]
 
 
 def noise(anchor: Tensor, positions: Tensor, vocab_size: int, mask_id: int | None = None) -> Tensor:

@@ -1,5 +1,100 @@
-"""Drafts conditioned on the token before them, by an adapter's Markov head (DSpark, arXiv 2607.05147)."""
+"""Drafts conditioned on the token before them, by an adapter's Markov head (DSpark, arXiv 2607.05147).
+
+A block's marginals know nothing of one another: the second word of "New York" may be paired with the first of "San
+Francisco". So every position offers its K most probable tokens by the marginals, and a head gives what each would be
+followed by,
+
+    log q(x_t = j | x_{t-1} = i) = log softmax(logits given i)[j]    over the whole vocabulary, i and j candidates.
+
+A chain then walks from candidate to candidate, always to the best; a tree grows best-first over these transitions (the
+idea of DominoTree; `draft.trees.domino` has the forms that look at the whole vocabulary at every step).
+
+K is a constant since K rows of vocabulary width a position are what conditioning costs, and 8 keep a block of 16 within
+the rows that a product of a few serves. What the head could put right stands nearly always among the first few.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from selfspec import tops
+from selfspec.backbone import MASK
+from selfspec.draft import DraftTree
+from selfspec.draft.block import ban_mask
+from selfspec.draft.tree import follow, grow
+from selfspec.rows import steps
+
 CANDIDATES = 8  # tokens of a position, by the plain marginals, that the head chooses among
+ROWS = 1024  # of vocabulary width at a time, or those of one position where they are more
+
+Condition = Callable[[Tensor, Tensor], Tensor]
+"""(hidden states [N, T, K, d], the token before each [N, T, K] long) -> logits [N, T, K, V]; a token below 0 leaves
+them as they are without the head."""
+
+Scored = Callable[[Tensor, Tensor], Tensor]
+"""(logits [N, R, V], the position 0..T-1 that each row is of [R] long) -> scores [N, R, V], which are compared."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A draft that can be conditioned.
+
+    Attributes:
+        condition: the head.
+        states: [N, T, d] hidden states of the drafts.
+        before: [N] long, the token before the first; `MASK` where that one is not to be corrected.
+        banned: a token that is never drafted.
+    """
+
+    condition: Condition
+    states: Tensor
+    before: Tensor
+    banned: int | None = None
+
+
+def propose(anchor: Tensor, marginals: Tensor, given: Given, nodes: int | None, scored: Scored) -> DraftTree:
+    """A chain, or a tree of `nodes` beside the anchor. No host reads where there are kernels.
+
+    Args:
+        anchor: [N] long.
+        marginals: [N, T, V] scores without the head, for the candidates; -inf bans a token.
+        given: what conditions.
+        nodes: None asks for a chain.
+        scored: makes of the head's logits what the marginals are of the plain ones.
+    """
+    k = min(CANDIDATES, marginals.shape[-1], nodes or CANDIDATES)
+    top, ids = tops.ranked(marginals, k)
+    ids = ids.masked_fill(top == -torch.inf, MASK)
+    top, order = transitions(given, ids, scored)
+    return follow(anchor, ids, order) if nodes is None else grow(anchor, top, ids, nodes, order)
+
+
+def transitions(given: Given, ids: Tensor, scored: Scored) -> tuple[Tensor, Tensor]:
+    """What every candidate may be followed by, the most probable first.
+
+    Args:
+        given: of T positions.
+        ids: [N, T, K] long, candidates; below 0 where there are fewer.
+        scored: of the head's logits.
+
+    Returns:
+        Log-probabilities, float32 [N, T, K, K], `[n, t, i]` after candidate i of position t - 1 (all alike at the first
+        position), falling; and long [N, T, K, K], which candidate of position t each is of.
+    """
+    n, t, k = ids.shape
+    before = torch.cat([given.before[:, None, None].expand(n, 1, k), ids[:, :-1]], 1)  # [N, T, K]
+    size = max(1, ROWS // (n * k))
+    parts = []
+    for first in range(0, t, size):
+        at = slice(first, min(first + size, t))
+        states = given.states[:, at, None].expand(-1, -1, k, -1)
+        logits = ban_mask(given.condition(states, before[:, at]).flatten(1, 2), given.banned)  # [N, t' * K, V]
+        place = steps(t, ids.device)[at].repeat_interleave(k)
+        wanted = ids[:, at, None].expand(-1, -1, k, -1).flatten(1, 2)  # [N, t' * K, K]
+        parts.append(tops.among(scored(logits, place), wanted))
+    top, order = (p[0] if len(parts) == 1 else torch.cat(p, 1) for p in zip(*parts))
+    return top.view(n, t, k, k), order.view(n, t, k, k)

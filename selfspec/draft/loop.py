@@ -21,7 +21,8 @@ from torch import Tensor
 from selfspec import tops
 from selfspec.backbone import MASK, Backbone
 from selfspec.cache import KVCache
-from selfspec.draft.block import propose as one_pass
+from selfspec.draft.block import guesses
+from selfspec.draft.block import states as one_pass
 
 Prefix = Callable[[Tensor], Tensor]
 """Confidences [N, T] -> [N] long, tokens that the next pass takes as known."""
@@ -53,11 +54,13 @@ class Looped:
         logits: [N, T, V]; those of a prefix token are from the pass that chose it, so `choose(logits)` gives it again.
         tokens: [N, T] long, `choose(logits)`: the tokens that the suffix is conditioned on, then the suffix itself.
         prefix: [N] long, tokens that the last pass took as known.
+        states: [N, T, d] hidden states that the logits come from.
     """
 
     logits: Tensor
     tokens: Tensor
     prefix: Tensor
+    states: Tensor
 
 
 def require(path) -> None:
@@ -112,7 +115,8 @@ def propose(
     if passes < 1:
         raise ValueError(f"passes={passes}: expected 1 or more")
     prefix, choose, confidence = prefix or product(), choose or tops.best, confidence or tops.certainty
-    logits = one_pass(backbone, cache, anchor, start, size, path, features, n_keys)
+    states = one_pass(backbone, cache, anchor, start, size, path, features, n_keys)
+    logits = guesses(backbone, states, path)
     s, tokens = torch.zeros_like(anchor), choose(logits)
     place = torch.arange(size - 1, device=anchor.device)
     for _ in range(passes - 1):
@@ -120,6 +124,7 @@ def propose(
         inside = place < s[:, None]  # [N, T]
         known = torch.where(inside, tokens, MASK)
         again = one_pass(backbone, cache, anchor, start, size, path, features, n_keys, known)
-        logits = torch.where(inside[..., None], logits, again)
+        states = torch.where(inside[..., None], states, again)
+        logits = torch.where(inside[..., None], logits, guesses(backbone, again, path))
         tokens = choose(logits)
-    return Looped(logits, tokens, s)
+    return Looped(logits, tokens, s, states)

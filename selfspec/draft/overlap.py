@@ -20,7 +20,7 @@ from torch import Tensor
 from selfspec import rows, tops
 from selfspec.backbone import MASK, Backbone, DraftRows
 from selfspec.draft import DraftTree, repeat_parents
-from selfspec.draft.block import ban_mask, draft_inputs
+from selfspec.draft.block import ban_mask, draft_inputs, guesses
 from selfspec.rows import RowLayout
 
 Calibrate = Callable[[Tensor, Tensor], Tensor]
@@ -183,7 +183,7 @@ def saved(
     path,
     calibrate: Calibrate | None = None,
     strict: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The draft that waits for the outcome that came.
 
     Args:
@@ -198,8 +198,9 @@ def saved(
             without calibrator, whose guesses lean on that one.
 
     Returns:
-        [N, B - 1, V] logits of the positions after the bonus, the mask's id banned (without meaning on a miss), and
-        [N] bool, where there is one.
+        [N, B - 1, V] logits of the positions after the bonus, the mask's id banned (without meaning on a miss); [N]
+        bool, where there is one; the hidden states that the logits were read from, [N, B - 1, d]; and those states as
+        the layers left them, before the calibrator.
 
     Raises:
         ValueError: `strict` for a shifted path, whose slot 0 guesses the position after the bonus.
@@ -215,9 +216,10 @@ def saved(
     if strict:
         guess = tops.best(ban_mask(backbone.logits(rows_of[:, :1]), path.mask_id))[:, 0]
         hit = hit & (known | (guess == bonus))
+    corrected = states
     if calibrate is not None:
-        states = torch.where(known[:, None, None], states, calibrate(states, bonus))
-    return ban_mask(backbone.logits(states), path.mask_id), hit
+        corrected = torch.where(known[:, None, None], states, calibrate(states, bonus))
+    return guesses(backbone, corrected, path), hit, corrected, states
 
 
 def _padding(tree: DraftTree) -> Tensor:

@@ -6,6 +6,9 @@ the best M nodes are the M most probable prefixes. A heap over rank tuples finds
 A node's score is its parent's plus its own log-probability, added in float32, and of equal scores the lower parent goes
 first, then the lower rank: two builders that keep to this give the same tree to the bit. The reference runs on the
 host; on a GPU, `draft.grow` does the same in one kernel, so that nothing waits for the host.
+
+Where a token's log-probability depends on the one before it, every candidate has a list of its own of what follows;
+under marginals one list serves all.
 """
 
 from __future__ import annotations
@@ -44,51 +47,84 @@ def ranked(logits: Tensor, budget: int) -> tuple[Tensor, Tensor]:
     return tops.ranked(logits, min(budget, logits.shape[-1], RANKS))
 
 
-def grow(anchor: Tensor, top: Tensor, ids: Tensor, budget: int) -> DraftTree:
+def grow(anchor: Tensor, top: Tensor, ids: Tensor, budget: int, order: Tensor | None = None) -> DraftTree:
     """Best-first growth over ranked candidates, on the device where there is a kernel for it.
 
     Args:
         anchor: [N] long.
-        top: [N, T, K] float32 log-probabilities, falling along K.
-        ids: [N, T, K] long, their tokens.
+        top: [N, T, K] float32 log-probabilities, falling along K; with `order` [N, T, K, K], those that follow each
+            candidate of the position before (at the first position list 0 is what follows the anchor).
+        ids: [N, T, K] long, the candidates' tokens.
         budget: nodes beside the anchor.
+        order: [N, T, K, K] long, which candidate each place of a list is of.
     """
     if kernels.serve(top) and 0 < budget <= LARGEST and top.numel():
         from selfspec.draft import grow as kernel
 
-        return kernel.grow(anchor, top, ids, budget)
-    return by_heap(anchor, top, ids, budget)
+        return kernel.grow(anchor, top, ids, budget, order)
+    return by_heap(anchor, top, ids, budget, order)
 
 
-def by_heap(anchor: Tensor, top: Tensor, ids: Tensor, budget: int) -> DraftTree:
+def follow(anchor: Tensor, ids: Tensor, order: Tensor) -> DraftTree:
+    """The chain that goes from every candidate to what follows it best: a tree of width one.
+
+    Args:
+        anchor: [N] long.
+        ids: [N, T, K] long, candidates.
+        order: [N, T, K, K] long; see `grow`.
+    """
+    if kernels.serve(order) and order.numel():
+        from selfspec.draft import grow as kernel
+
+        return DraftTree(kernel.follow(anchor, ids, order))
+    return DraftTree(step_by_step(anchor, ids, order))
+
+
+def step_by_step(anchor: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+    """Tokens of `follow`, by torch. [N, T + 1] long"""
+    at, tokens = torch.zeros_like(anchor)[:, None], [anchor[:, None]]
+    for t in range(ids.shape[1]):
+        at = order[:, t, :, 0].gather(1, at)
+        tokens.append(ids[:, t].gather(1, at))
+    return torch.cat(tokens, 1)
+
+
+def by_heap(anchor: Tensor, top: Tensor, ids: Tensor, budget: int, order: Tensor | None = None) -> DraftTree:
     """The plain reference of `grow`, on the host."""
-    trees = [_heap(np.asarray(t), budget) for t in top.float().cpu()]
-    parents, depths, ranks, scores = (torch.tensor([t[i] for t in trees], device=top.device) for i in range(4))
+    lists = top.float().cpu().numpy()
+    orders = [None] * len(lists) if order is None else order.cpu().numpy()
+    trees = [_heap(t, budget, o) for t, o in zip(lists, orders)]
+    parents, depths, which, scores = (torch.tensor([t[i] for t in trees], device=top.device) for i in range(4))
     if ids.numel():
-        at = (depths - 1).clamp(min=0) * ids.shape[-1] + ranks
+        at = (depths - 1).clamp(min=0) * ids.shape[-1] + which
         tokens = torch.where(parents >= 0, ids.flatten(1).gather(1, at), -1)
     else:
         tokens = torch.full_like(parents, -1)
     return DraftTree(torch.cat([anchor[:, None], tokens[:, 1:]], 1), parents, scores=scores.float(), levels=depths)
 
 
-def _heap(top: np.ndarray, budget: int) -> tuple[list[int], list[int], list[int], list[float]]:
-    """Parents, depths, ranks and scores of one request's nodes, anchor first. top: [T, K] float32"""
-    depth, width = top.shape
-    parents, depths, ranks, scores = [-1], [0], [0], [np.float32(0)]
+def _heap(
+    top: np.ndarray, budget: int, order: np.ndarray | None
+) -> tuple[list[int], list[int], list[int], list[float]]:
+    """Parents, depths, candidates and scores of one request's nodes, anchor first. top: [T, K] or [T, K, K] float32"""
+    depth, width = len(top), top.shape[-1]
+    parents, depths, which, scores = [-1], [0], [0], [np.float32(0)]
     heap: list[tuple[float, int, int]] = []  # (-score, parent, rank)
 
     def push(parent: int, rank: int) -> None:
         below = depths[parent]
-        if below < depth and rank < width and top[below, rank] > -inf:  # a banned token is no candidate
-            heapq.heappush(heap, (-float(scores[parent] + top[below, rank]), parent, rank))
+        if below == depth or rank == width:
+            return
+        own = top[below, rank] if order is None else top[below, which[parent], rank]
+        if own > -inf:  # a banned token is no candidate
+            heapq.heappush(heap, (-float(scores[parent] + own), parent, rank))
 
     push(0, 0)
     while heap and len(parents) <= budget:
         score, parent, rank = heapq.heappop(heap)
+        which.append(rank if order is None else int(order[depths[parent], which[parent], rank]))
         parents.append(parent)
         depths.append(depths[parent] + 1)
-        ranks.append(rank)
         scores.append(np.float32(-score))
         push(parent, rank + 1)
         push(len(parents) - 1, 0)
@@ -96,6 +132,6 @@ def _heap(top: np.ndarray, budget: int) -> tuple[list[int], list[int], list[int]
     return (
         parents + [-1] * missing,
         depths + [0] * missing,
-        ranks + [0] * missing,
+        which + [0] * missing,
         [float(s) for s in scores] + [-inf] * missing,
     )

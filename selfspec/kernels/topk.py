@@ -116,17 +116,23 @@ def _collect(
             best = tl.max(keys, 0)
 
 
-@triton.jit(do_not_specialize=["parts", "room", "k"])
-def _rank(peaks, sums, counts, found, top, ids, parts, room, k, PARTS: tl.constexpr, KB: tl.constexpr):
-    """A row's candidates to their places."""
-    row = tl.program_id(0)
+@triton.jit
+def _normaliser(peaks, sums, row, parts, PARTS: tl.constexpr):
+    """log sum exp of a row, from its stretches."""
     column = tl.arange(0, PARTS)
     held = column < parts
     peak = _score(tl.load(peaks + row * parts + column, held, LOWEST))
     some = held & (peak > -float("inf"))
     high = tl.max(tl.where(some, peak, -float("inf")), 0)
     mass = tl.load(sums + row * parts + column, held, 0.0)
-    norm = high + tl.log(tl.sum(tl.where(some, mass * tl.exp(peak - high), 0.0), 0))
+    return high + tl.log(tl.sum(tl.where(some, mass * tl.exp(peak - high), 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["parts", "room", "k"])
+def _rank(peaks, sums, counts, found, top, ids, parts, room, k, PARTS: tl.constexpr, KB: tl.constexpr):
+    """A row's candidates to their places."""
+    row = tl.program_id(0)
+    norm = _normaliser(peaks, sums, row, parts, PARTS)
     count = tl.load(counts + row)
     found += row.to(tl.int64) * room
     place = row * k + tl.arange(0, KB)

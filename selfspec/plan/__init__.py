@@ -79,6 +79,11 @@ class Plan:
         return self.drafts and "tree" in self.mode
 
     @property
+    def chain(self) -> bool:
+        """Whether drafts are chains that a mask path drafts: what length rules prune."""
+        return self.drafts and not self.tree
+
+    @property
     def rows(self) -> int:
         """Rows of a request in the largest forward."""
         return max(self.nodes + self.group_rows, self.block_size if self.drafts else 1)

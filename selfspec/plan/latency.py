@@ -12,6 +12,7 @@ import torch
 from selfspec import rows
 from selfspec.backbone import Backbone
 from selfspec.draft.block import draft_inputs
+from selfspec.draft.condition import Given, propose
 from selfspec.draft.tree import best_first
 
 REPLAYS = 8  # of a graph in a row: rounds are launched ahead too, so the host's launch and wait are no part of a pass
@@ -92,7 +93,8 @@ def measure(
         inputs = draft_inputs(ids[:, 0], n, r, 1, backbone.device, _features(backbone, n))
 
         def run() -> None:
-            backbone.logits(backbone(layout, cache, draft=inputs).draft)
+            states = backbone(layout, cache, draft=inputs).draft
+            _condition(backbone, states, backbone.logits(states), ids[:, 0])
     else:
         groups = next(g for g in range(min(r, drafts), 0, -1) if drafts % g == 0)
         nodes = torch.arange(r - groups, r, device=backbone.device).expand(n, groups)
@@ -102,10 +104,18 @@ def measure(
         def run() -> None:
             hidden = backbone(layout, cache, ids, inputs)
             backbone.logits(hidden.clean)
-            backbone.logits(hidden.draft[:, : drafts // groups])  # only the group that came true needs the head
+            states = hidden.draft[:, : drafts // groups]  # only the group that came true needs the head
+            _condition(backbone, states, backbone.logits(states), ids[:, 0])
 
     times = _timed(captured(run) if graph else run, backbone.device, repeats, seconds, REPLAYS if graph else 1)
     return Latency(kind, n, r, entry, context, graph, statistics.median(times), min(times), max(times), drafts)
+
+
+def _condition(backbone: Backbone, states: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor) -> None:
+    """What a draft costs beside its forward, where a head conditions it: all but the growth of a tree."""
+    condition = backbone.part("condition")
+    if condition is not None:
+        propose(anchor, logits, Given(condition, states, anchor), None, lambda linked, _: linked)
 
 
 def _features(backbone: Backbone, n: int) -> torch.Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from selfspec.plan.cost import Costs, Pace
 from selfspec.plan.estimate import DEPTH, Estimator, families
 from selfspec.plan.probe import Probe
 from selfspec.plan.value import Values
+
+if TYPE_CHECKING:
+    from selfspec.pruning import Pruning
 
 POOL = ("all requests",)  # the key of a batch that is taken as one
 SURE = 3  # timed rounds after which a cost is known
@@ -101,10 +104,10 @@ class Policy(Protocol):
 
 
 class Fixed:
-    """Always the same plan."""
+    """Always the same plan, its chains pruned by a length rule where there is one."""
 
-    def __init__(self, plan: Plan):
-        self.plans = [plan]
+    def __init__(self, plan: Plan, pruning: Pruning | None = None):
+        self.plans, self.pruning = [plan], pruning
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """All requests together."""

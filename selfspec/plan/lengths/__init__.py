@@ -3,7 +3,7 @@
 A rule is called with confidences [N, T], the probability that each draft is accepted if those before it are, and gives
 [N] long, drafts to verify; `AdaFlash` reads the probability [N, T + 1] of every accepted length instead. All run on the
 device. Confidences come from `margin.Margins` (learnt while serving), from a trained head, or are the marginals'
-largest probabilities.
+largest probabilities. `selfspec.pruning` asks the rule that a user names, by `lengths=` or `--lengths`.
 
 With drafts that are drawn and verified against q, the decision to include depth i may use the marginals and the tokens
 before i, never token i or later, or the text's law breaks. Confidences must therefore never be those of the drawn

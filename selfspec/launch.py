@@ -1,0 +1,81 @@
+"""A round by as few graphs as can hold it: one, or two where a length rule is asked between draft and verification."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+
+from torch import Tensor
+
+from selfspec.clock import Clock
+from selfspec.decode import Frame
+from selfspec.draft import DraftTree
+from selfspec.graphs import Graphs
+from selfspec.plan import Plan
+from selfspec.proposal import Proposal
+from selfspec.pruning import Cut
+from selfspec.request import Request
+from selfspec.rounds import Rounds, plainly
+
+
+def launch(
+    rounds: Rounds,
+    graphs: Graphs,
+    key: Hashable | None,
+    plan: Plan,
+    frame: Frame,
+    size: int,
+    redraft: bool,
+    requests: list[Request],
+    clock: Clock,
+) -> tuple[Tensor, bool]:
+    """Start a round.
+
+    Args:
+        rounds: how it is put together.
+        graphs: hold it.
+        key: what a captured choice of tokens is valid for; None where the host has to look.
+        plan: what it does; see `Rounds.play`, as for the next four.
+        frame: likewise.
+        size: likewise.
+        redraft: likewise.
+        requests: likewise.
+        clock: marks the parts.
+
+    Returns:
+        [n, 2 + depth] long, `decode.settle`'s, and whether nothing was compiled or captured for it.
+    """
+    pruned, what = rounds.pruned(plan, size), (plan, frame, size, redraft, requests)
+    # a chain that was drawn comes with its law, which would be kept beside every graph
+    if key is None or not graphs.enabled or (pruned and rounds.chooser.draws):
+        result = rounds.play(*what, graphs, clock)
+        clock.lap("rest")
+        return result, not graphs.enabled
+    full = ("round", frame, plan, redraft, key, rounds.pruning)
+    if not pruned:
+        warm = full in graphs
+        result = graphs(full, partial(rounds.play, *what, plainly, None))
+        clock.lap("round" if full in graphs else "rest")
+        return result, warm
+
+    def first() -> tuple[Tensor | None, ...]:
+        proposal = rounds.candidates(*what, plainly)
+        assert proposal.cut is not None
+        return proposal.tree.tokens, proposal.likely, *proposal.cut
+
+    def second(tokens: Tensor, likely: Tensor | None = None) -> Tensor:
+        return rounds.verify(plan, frame, size, Proposal(DraftTree(tokens), likely), requests, plainly)
+
+    begun = ("proposal", *full[1:])
+    warm = begun in graphs
+    tokens, likely, drafts, margins = graphs(begun, first)
+    clock.lap("draft")
+    proposal, _ = rounds.shortened(Proposal(DraftTree(tokens), likely, Cut(drafts, margins)))
+    given = [t.clone() for t in (proposal.tree.tokens, proposal.likely) if t is not None]  # out of the graph's memory
+    seen = None if margins is None else margins.clone()
+    ended = (*full, given[0].shape[1])
+    warm &= ended in graphs
+    result = graphs(ended, second, *given)
+    rounds.learn(plan, given[0], seen, result)
+    clock.lap("verify" if ended in graphs else "rest")
+    return result, warm

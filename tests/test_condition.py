@@ -1,0 +1,285 @@
+"""Drafts conditioned on the token before them: growth, chains, sampling, and texts that stay what they were."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from decoding import B, N, decoded, outputs
+from tiny import PROMPT, RAGGED, model_of, path_of, reference, run
+
+from selfspec import kernels, rows
+from selfspec.backbone import Backbone
+from selfspec.choose import Chooser
+from selfspec.draft import condition
+from selfspec.draft.condition import Given
+from selfspec.draft.tree import by_heap, ranked, step_by_step
+from selfspec.draft.trees.domino import over_candidates
+from selfspec.plan import Plan
+from selfspec.sampling import Pipeline, Sampling, draw
+from selfspec.session import Request, Session
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS = {"markov": ("markov",), "both": ("markov", "calibrator")}
+
+
+def linked(kind: str, generator: torch.Generator, n: int, t: int, k: int):
+    """Tokens of candidates [N, T, K], and what follows each, in order: [N, T, K, K] twice."""
+    logits = torch.randn(n, t, k, 2 * k, generator=generator) * 2
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "certain":  # log-probabilities of exactly 0: children tie with their parents
+        logits[..., 0] += 40 * torch.randint(0, 2, (n, t, k), generator=generator)
+    if kind == "banned":
+        logits[..., 1:k][torch.rand(n, t, k, k - 1, generator=generator) < 0.7] = -math.inf
+    top, order = logits.log_softmax(-1)[..., :k].sort(dim=-1, descending=True, stable=True)
+    ids = torch.rand(n, t, 50, generator=generator).topk(k).indices
+    return ids, top, order
+
+
+def paths_of(tree, row):
+    """Score of every path of tokens."""
+    out, paths = {}, [()]
+    for node in range(1, tree.n_nodes):
+        if int(tree.parents[row, node]) < 0:
+            paths.append(None)
+            continue
+        paths.append((*paths[int(tree.parents[row, node])], int(tree.tokens[row, node])))
+        out[paths[-1]] = float(tree.scores[row, node])
+    return out
+
+
+SIZES = ((1, 1, 1), (4, 3, 7), (15, 8, 40), (6, 8, 300))
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "certain", "banned"])
+@pytest.mark.parametrize("t,k,budget", SIZES)
+def test_the_kernel_grows_over_linked_candidates_to_the_bit(kind, t, k, budget):
+    pytest.importorskip("triton")
+    from selfspec.draft import grow
+
+    generator = torch.Generator().manual_seed(t * budget + len(kind))
+    ids, top, order = linked(kind, generator, 1 if budget > 100 else 2, t, k)
+    anchor = torch.tensor([5, 9])[: len(top)]
+    want = by_heap(anchor, top, ids, budget, order)
+    got = grow.grow(*(x.to(DEVICE) for x in (anchor, top, ids)), budget, order.to(DEVICE))
+    for name in ("tokens", "parents", "scores", "levels"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+        assert getattr(got, name).dtype == getattr(want, name).dtype
+    assert torch.equal(got.paths.cpu(), rows.ancestors(want.parents))
+    chain = step_by_step(anchor, ids, order)
+    assert torch.equal(grow.follow(*(x.to(DEVICE) for x in (anchor, ids, order))).cpu(), chain)
+
+
+@pytest.mark.parametrize("kind", ["plain", "banned"])
+@pytest.mark.parametrize("t,k,budget", SIZES[:3])
+def test_growth_is_best_first_over_all_transitions(kind, t, k, budget):
+    """Level by level, over beams that lose nothing."""
+    ids, top, order = linked(kind, torch.Generator().manual_seed(t), 2, t, k)
+    got = by_heap(torch.tensor([5, 9]), top, ids, budget, order)
+    table = torch.empty_like(top).scatter(-1, order, top)
+    want = over_candidates(torch.tensor([5, 9]), ids, table, budget)
+    for row in range(2):
+        ours, theirs = paths_of(got, row), paths_of(want, row)
+        assert set(ours) == set(theirs) and ours == pytest.approx(theirs, abs=1e-5)
+        assert list(ours.values()) == sorted(ours.values(), reverse=True)
+    chain = step_by_step(torch.tensor([5, 9]), ids, order)
+    for row in range(2):
+        at = 0
+        for d in range(t):
+            at = int(table[row, d, at].argmax())
+            assert int(chain[row, d + 1]) == int(ids[row, d, at])
+
+
+def test_marginals_are_the_case_of_equal_lists():
+    top, ids = ranked(torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0)), 4)
+    order = torch.arange(4).expand(2, 5, 4, 4)
+    plain, like = by_heap(torch.tensor([1, 2]), top, ids, 30), top[:, :, None].expand(2, 5, 4, 4)
+    same = by_heap(torch.tensor([1, 2]), like, ids, 30, order)
+    for name in ("tokens", "parents", "scores", "levels"):
+        assert torch.equal(getattr(plain, name), getattr(same, name))
+
+
+def test_of_equal_scores_the_lower_parent_goes_first_then_the_lower_rank():
+    half = math.log(0.5)
+    top = torch.tensor([[[[half, half], [half, half]], [[half, -9.0], [half, half]]]])
+    order = torch.tensor([[[[1, 0], [1, 0]], [[0, 1], [1, 0]]]])
+    tree = by_heap(torch.tensor([1]), top, torch.tensor([[[10, 11], [20, 21]]]), 5, order)
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2]]
+    assert tree.tokens.tolist() == [[1, 11, 10, 21, 20, 20]]
+
+
+# ---- what is proposed
+
+
+V, K = 30, 8
+
+
+def given_of(n, t, seed=0, banned=None):
+    """Heads that know nothing but the token before: logits are a table's row."""
+    table = 2 * torch.randn(V + 1, V, generator=torch.Generator().manual_seed(seed))
+    plain = torch.randn(n, t, V, generator=torch.Generator().manual_seed(seed + 1))
+    return table, plain, Given(lambda _, before: table[before].clone(), torch.zeros(n, t, 2), torch.arange(n), banned)
+
+
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("nodes", [None, 12, 3])
+def test_greedy_drafts_follow_the_head_among_the_likeliest_tokens(served, nodes, monkeypatch):
+    if served:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "DEVICES", {DEVICE} if served else set())
+    table, plain, given = given_of(2, 4, banned=7)
+    plain[..., 7] = -math.inf
+    anchor = torch.tensor([0, 1])
+    requests = [Request(PROMPT, N)] * 2
+    start = torch.tensor([4, 9])
+    move = [t.to(DEVICE) for t in (anchor, start, plain)]
+    table = table.to(DEVICE)
+    given = dataclasses.replace(
+        given, condition=lambda _, before: table[before], states=given.states.to(DEVICE), before=move[0]
+    )
+    tree = Chooser().tree(requests, *move, nodes, given=given)
+    law = table.clone()
+    law[:, 7] = -math.inf
+    law = law.log_softmax(-1)
+    few = plain.topk(min(K, nodes or K)).indices
+    if nodes is None:
+        for row in range(2):
+            token = row
+            for d, got in enumerate(tree.tokens[row, 1:].tolist()):
+                token = int(few[row, d][law[token, few[row, d]].argmax()])
+                assert got == token
+        return
+    for row in range(2):
+        want = {}
+
+        def grow(path, score):
+            for token in few[row, len(path)].tolist() if len(path) < 4 else []:  # noqa: B023
+                want[(*path, token)] = score + float(law[path[-1] if path else row, token])  # noqa: B023
+                grow((*path, token), want[(*path, token)])  # noqa: B023
+
+        grow((), 0.0)
+        best = sorted(want.values(), reverse=True)[:nodes]
+        assert sorted(paths_of(tree, row).values(), reverse=True) == pytest.approx(best, abs=1e-4)
+
+
+@pytest.mark.parametrize("rows_at_once", [1024, 16])
+def test_coupled_drafts_are_draws_from_the_head(rows_at_once, monkeypatch):
+    """With all tokens as candidates a drafted chain is what the head's law and the noise of each position give."""
+    monkeypatch.setattr(condition, "CANDIDATES", V)
+    monkeypatch.setattr(condition, "ROWS", rows_at_once)
+    table, plain, given = given_of(3, 5)
+    requests = [Request(PROMPT, N, sampling=Sampling(Pipeline(), i < 2, 40 + i)) for i in range(3)]
+    start = torch.tensor([4, 9, 2])
+    chain = Chooser().tree(requests, torch.arange(3), start, plain, None, given=given).tokens
+    tree = Chooser().tree(requests, torch.arange(3), start, plain, 40, given=given)
+    for row in range(3):
+        token, path = row, ()
+        for d in range(5):
+            scores, at = table[token][None], start[row, None] + 1 + d
+            token = int(draw(scores, torch.tensor([40 + row]), at) if row < 2 else scores.argmax())
+            assert int(chain[row, d + 1]) == token
+            path = (*path, token)
+            assert d > 1 or path in paths_of(tree, row)  # the likeliest first steps
+
+
+@pytest.mark.parametrize("nodes", [None, 9])
+@pytest.mark.parametrize("verify", ["rejection", "multi"])
+def test_drawn_drafts_know_no_head(verify, nodes):
+    _, plain, given = given_of(2, 4)
+    requests = [Request(PROMPT, N, sampling=Sampling(Pipeline(), True, i)) for i in range(2)]
+    where = requests, torch.arange(2), torch.tensor([4, 9]), plain, nodes
+    one, other = Chooser(verify).tree(*where), Chooser(verify).tree(*where, given=given)
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.probs, other.probs)
+
+
+# ---- texts stay what they were
+
+
+PLANS = [
+    Plan("sequential", B),
+    Plan("sequential", B, verify_length=3),
+    Plan("tree", B, 8),
+    Plan("overlap", B),
+    Plan("overlap+tree", B, 6, groups=3),
+    Plan("loop", B),
+    Plan("loop+tree", B, 8),
+]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite"])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_greedy_text_is_transformers_own(plan, family):
+    model = model_of(family)
+    path = path_of(model, 0.3, heads=HEADS["both"], head_rank=6, prefix_splits=True, mask_id=5)
+    assert outputs(decoded(Backbone(model, path), plan, RAGGED, N)) == reference(model, RAGGED, N)
+
+
+KINDS = {
+    "plain": dict(heads=HEADS["markov"]),
+    "calibrated": dict(heads=HEADS["both"]),
+    "shift": dict(heads=HEADS["markov"], shift=True, causal=True),
+    "late": dict(heads=HEADS["markov"], entry=2, taps=(1,), layouts=("known",)),
+    "uno": dict(heads=HEADS["markov"], shift=True, causal=True, seed_row=True, layouts=("known",)),
+}
+
+
+@pytest.mark.parametrize(
+    "kind,mode",
+    [(k, m) for k, f in KINDS.items() for m in ("sequential", "tree", "overlap", "overlap+tree")
+     if "layouts" not in f or "overlap" not in m],
+)  # fmt: skip
+def test_coupled_text_is_plain_decodings_own(kind, mode):
+    model, fields = model_of(), KINDS[kind]
+    path = path_of(model, 0.3, head_rank=6, **fields)
+    if fields.get("seed_row"):
+        path.config = dataclasses.replace(path.config, noise="uniform")
+    body = Backbone(model, path)
+
+    def texts(plan):
+        requests = [
+            Request(p, 20, sampling=Sampling(Pipeline(), True, 3 + i) if i else None) for i, p in enumerate(RAGGED)
+        ]
+        return [r.output for r in run(Session(body, plan, 3, 40), requests)]
+
+    assert texts(Plan(mode, B, 8)) == texts(Plan("ar", 1))
+
+
+@pytest.mark.parametrize("verify", ["rejection", "multi", "block"])
+def test_other_verifiers_draft_as_if_there_were_no_head(verify):
+    model = model_of()
+    headed, bare = path_of(model, 0.3, heads=HEADS["markov"], head_rank=6), path_of(model, 0.3)
+    state = {k: v for k, v in headed.state_dict().items() if not k.startswith("heads.")}
+    bare.load_state_dict(state)
+    found = []
+    for path in (headed, bare):
+        requests = [Request(p, 20, sampling=Sampling(Pipeline(), True, i)) for i, p in enumerate(RAGGED)]
+        run(Session(Backbone(model, path), Plan("overlap", B), 3, 40, verify), requests)
+        found.append([(r.output, r.stats) for r in requests])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mode", ["sequential", "tree", "overlap", "overlap+tree"])
+def test_rounds_draft_what_the_head_says(mode, monkeypatch):
+    """A head that knows what follows every token of the answer makes every draft right, from the first round on."""
+    model, cap = model_of(), 13
+    truth = reference(model, [PROMPT], cap + B)[0]
+    follows = {(len(PROMPT) + i, t): truth[i + 1] for i, t in enumerate(truth[:-1])}
+    body = Backbone(model, path_of(model, 0.02, heads=HEADS["markov"], head_rank=6))
+    session = Session(body, Plan(mode, B, 24), 1, 40)
+    monkeypatch.setattr(condition, "CANDIDATES", 24)
+
+    def knows(states, before):
+        out = body.logits(states)
+        for t in range(before.shape[1]):
+            for k, token in enumerate(before[0, t].tolist()):
+                right = follows.get((int(session.slots.start[0]) + t, token))
+                if right is not None:
+                    out[0, t, k, right] += 50
+        return out
+
+    monkeypatch.setattr(type(body.path), "condition", lambda self, _: knows)
+    request = Request(PROMPT, cap)
+    run(session, [request])
+    assert request.output == truth[:cap]
+    assert request.stats.rounds == math.ceil((cap - 1) / B)
