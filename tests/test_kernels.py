@@ -219,7 +219,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     lines = run.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
         *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_walk", "_settle", "_partial", "_combine"),
-        *("_peaks", "_first", "_collect", "_rank", "_lines", "_enter", "_attend", "_gradients"),
+        *("_peaks", "_first", "_collect", "_rank", "_place", "_lines", "_enter", "_attend", "_gradients"),
     }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)

@@ -93,7 +93,7 @@ def transitions(given: Given, ids: Tensor, scored: Scored) -> tuple[Tensor, Tens
         at = slice(first, min(first + size, t))
         states = given.states[:, at, None].expand(-1, -1, k, -1)
         logits = ban_mask(given.condition(states, before[:, at]).flatten(1, 2), given.banned)  # [N, t' * K, V]
-        place = steps(t, ids.device)[at].repeat_interleave(k)
+        place = steps(t, ids.device)[at, None].expand(-1, k).flatten()
         wanted = ids[:, at, None].expand(-1, -1, k, -1).flatten(1, 2)  # [N, t' * K, K]
         parts.append(tops.among(scored(logits, place), wanted))
     top, order = (p[0] if len(parts) == 1 else torch.cat(p, 1) for p in zip(*parts))
