@@ -94,38 +94,40 @@ class MaskPathModel(nn.Module):
         """What conditions drafts on the tokens before them (`selfspec.draft.condition`); None without such a head."""
         return partial(heads.conditioned, self.heads, backbone) if "markov" in self.heads else None
 
-    def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
+    def embed(self, rows: DraftRows, backbone: Backbone) -> Tensor:
         """Draft rows as they enter.
 
         Args:
             rows: tokens [N, D], slots [N, D], features [N, D or 1, F].
-            embeddings: [N, D, d] the token embeddings of `rows.tokens`.
+            backbone: whose token embeddings are looked up.
 
         Returns:
             [N, D, d] in the embeddings' dtype.
         """
-        dtype, extra = embeddings.dtype, None
+        dtype, extra = backbone.dtype, None
         if self.feature is not None:
             if rows.features is None:
                 raise ValueError(f"this mask path needs the features {self.config.taps} of the last clean position")
             extra = nn.functional.linear(rows.features.to(dtype), self.feature.weight.to(dtype))
         weight = None if self.token is None else self.token.weight.to(dtype)
-        if kernels.serve(embeddings) and not torch.is_grad_enabled() and dtype != torch.float64:
+        mask = self.mask.to(dtype)
+        if kernels.serve(mask) and not torch.is_grad_enabled() and dtype != torch.float64:
             from selfspec.kernels import enter as kernel
 
-            return kernel.enter(rows.tokens, rows.slots, embeddings, self.mask.to(dtype), weight, extra)
-        return enter(rows.tokens, rows.slots, embeddings, self.mask.to(dtype), weight, extra)
+            source = backbone.table if backbone.table is not None else backbone.embed(rows.tokens.clamp(min=0))
+            return kernel.enter(rows.tokens, rows.slots, source, mask, weight, extra)
+        return enter(rows.tokens, rows.slots, backbone.embed(rows.tokens.clamp(min=0)), mask, weight, extra)
 
 
 def enter(
-    tokens: Tensor, slots: Tensor, embeddings: Tensor, mask: Tensor, weight: Tensor | None, extra: Tensor | None
+    tokens: Tensor, slots: Tensor, source: Tensor, mask: Tensor, weight: Tensor | None, extra: Tensor | None
 ) -> Tensor:
     """Inputs of draft rows: their tokens' embeddings, projected, or their masks, and what comes on top.
 
     Args:
         tokens: [N, D] long, below 0 for a mask.
         slots: [N, D] long.
-        embeddings: [N, D, d] of the tokens.
+        source: [N, D, d] embeddings of the tokens, or the table [V, d] that holds them.
         mask: [1, d] for all slots, or [B, d].
         weight: [d, d] of the tokens' projection, or None.
         extra: [N, 1 or D, d], or None.
@@ -133,6 +135,7 @@ def enter(
     Returns:
         [N, D, d]
     """
+    embeddings = source[tokens.clamp(min=0)] if source.dim() == 2 else source
     if len(mask) == 1:
         masks = mask[0]
     elif torch.is_grad_enabled():  # the same values as by indexing; the gradient is one matrix product

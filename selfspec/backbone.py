@@ -65,8 +65,8 @@ class MaskPath(Protocol):
     def taps(self) -> tuple[int, ...]:
         """Hidden states wanted as features, as indices into transformers' `hidden_states`."""
 
-    def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
-        """Input of the draft rows at the entry layer. embeddings: [N, D, d] of `rows.tokens`. Returns [N, D, d]."""
+    def embed(self, rows: DraftRows, backbone: Backbone) -> Tensor:
+        """Input of the draft rows at the entry layer; `backbone` embeds their tokens. Returns [N, D, d]."""
 
     def delta(self, layer: int, name: str) -> nn.Module | None:
         """The module that replaces a Linear for draft rows, called as `delta(x, base)`; None where nothing changes."""
@@ -208,7 +208,7 @@ class Backbone(nn.Module):
                     found = torch.cat([states[t] for t in taps], -1)  # [N, C, F]
                     after = draft.after[:, :, None].expand(-1, -1, found.shape[2])
                     draft = replace(draft, features=found.gather(1, after))
-                rows = self.path.embed(draft, self.embed(draft.tokens.clamp(min=0)))  # [N, D, d]
+                rows = self.path.embed(draft, self)  # [N, D, d]
                 x = rows if x is None else torch.cat([x, rows], 1)
             if x is None:
                 continue  # a sequential draft skips the layers below its entry
@@ -306,11 +306,17 @@ class Backbone(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings as the model's first layer gets them. [N, T] -> [N, T, d]"""
-        table: Any = self.embeddings
-        plain = type(table) is nn.Embedding and table.max_norm is None and not torch.is_grad_enabled()
-        # indexing gathers the same rows by a kernel that is several times faster for a few of them
-        x = table.weight[tokens] if plain else table(tokens)
+        if self.table is not None and not torch.is_grad_enabled():
+            return self.table[tokens]  # the same rows by a kernel that is several times faster for a few of them
+        x = self.embeddings(tokens)
         return x if self.scale is None else x * self.scale
+
+    @property
+    def table(self) -> Tensor | None:
+        """The token embeddings [V, d], where the first layer gets them as they are; None elsewhere."""
+        module: Any = self.embeddings
+        plain = type(module) is nn.Embedding and module.max_norm is None and self.scale is None
+        return module.weight if plain else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own head, soft-caps and scales included. [..., d] -> [..., V]"""

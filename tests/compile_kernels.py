@@ -105,6 +105,7 @@ def entries(dtype, every):
     tokens, x, square = torch.zeros(1, 4, dtype=torch.long), rand(1, 4, 576, dtype=dtype), rand(576, 576, dtype=dtype)
     for weight, extra in ((square, None), (None, x[:, :1]), (square, x[:, :1]))[: 1 + 2 * every]:
         enter(tokens, tokens, x, square[:16], weight, extra)
+    enter(tokens, tokens, square, square[:16], square, None)
 
 
 def groups(dtype, every):

@@ -237,5 +237,8 @@ def test_draft_rows_enter_as_by_torch(projected, extra, masks, dtype):
     slots = torch.randint(0, 5, (d,), generator=generator).to(DEVICE).expand(n, d)
     inputs = (tokens, slots, make(n, d, width), make(masks, width), make(width, width, scale=width**-0.5))
     inputs = (*inputs[:4], inputs[4] if projected else None, None if extra is None else make(n, extra, width))
+    table = make(9, width)
     with torch.no_grad():
         torch.testing.assert_close(enter.enter(*inputs), mask_path.enter(*inputs), **CLOSE[dtype])
+        looked = enter.enter(*inputs[:2], table, *inputs[3:])
+        assert torch.equal(looked, enter.enter(*inputs[:2], table[tokens.clamp(min=0)], *inputs[3:]))

@@ -121,8 +121,8 @@ class StatesPath(nn.Module):
         super().__init__()
         self.entry, self.states = entry, states
 
-    def embed(self, rows, embeddings):
-        return self.states.to(embeddings)
+    def embed(self, rows, backbone):
+        return self.states.to(backbone.device, backbone.dtype)
 
     def delta(self, layer, name):
         return None
@@ -156,8 +156,8 @@ class OraclePath(nn.Module):
     def delta(self, layer, name):
         return _Silence() if name.endswith(("o_proj", "down_proj")) else None
 
-    def embed(self, rows, embeddings):
-        n, d, _ = embeddings.shape
+    def embed(self, rows, backbone):
+        n, d = rows.tokens.shape
         ahead = (rows.slots + self.config.shift).tolist()  # offset of the guessed token from the group's slot 0
         group = [0] * d  # which node of the chain a row's group hangs on
         for j in range(1, d):
@@ -171,7 +171,7 @@ class OraclePath(nn.Module):
                 guess = self.truth[request][node + ahead[i][j]]
                 wrong = ahead[i][j] > self.right(node + 1)
                 guesses[i, j] = (guess + 1) % VOCAB if wrong else guess
-        return self.states[guesses].to(embeddings)
+        return self.states[guesses].to(backbone.device, backbone.dtype)
 
 
 class _Silence(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,16 +12,17 @@ WIDEST = 1024  # inputs added up at a time, at most
 
 @triton.jit(do_not_specialize=["per_request", "masks"])
 def _enter(
-    tokens, slots, embeddings, mask, weight, extra, out, per_request, masks, width,
+    tokens, slots, source, mask, weight, extra, out, per_request, masks, width,
     token_n, token_d, slot_n, slot_d, extra_n, extra_d,
-    WEIGHT: tl.constexpr, EXTRA: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    TABLE: tl.constexpr, WEIGHT: tl.constexpr, EXTRA: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row."""
     row, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     n, d = row // per_request, row % per_request
     live = column < width
-    if tl.load(tokens + n * token_n + d * token_d) >= 0:
-        source = embeddings + row.to(tl.int64) * width
+    token = tl.load(tokens + n * token_n + d * token_d)
+    if token >= 0:
+        source += (token if TABLE else row).to(tl.int64) * width
         if WEIGHT:
             x = tl.zeros([COLUMNS], tl.float32)
             for first in range(0, width, INNER):
@@ -41,18 +41,18 @@ def _enter(
 
 
 def enter(
-    tokens: Tensor, slots: Tensor, embeddings: Tensor, mask: Tensor, weight: Tensor | None, extra: Tensor | None
+    tokens: Tensor, slots: Tensor, source: Tensor, mask: Tensor, weight: Tensor | None, extra: Tensor | None
 ) -> Tensor:
     """See `selfspec.adapters.path.enter`."""
-    n, d, width = embeddings.shape
-    out = torch.empty_like(embeddings, memory_format=torch.contiguous_format)
+    (n, d), width = tokens.shape, source.shape[-1]
+    out = source.new_empty(n, d, width)
     weight = None if weight is None else weight.contiguous()
     extra = None if extra is None else extra.expand(n, d, width)
     steps = (0, 0) if extra is None else extra.stride()[:2]
     _enter[(n * d, triton.cdiv(width, COLUMNS))](
-        tokens, slots, embeddings.contiguous(), mask.contiguous(), mask if weight is None else weight,
+        tokens, slots, source.contiguous(), mask.contiguous(), mask if weight is None else weight,
         mask if extra is None else extra, out, d, len(mask), width, *tokens.stride(), *slots.stride(), *steps,
-        WEIGHT=weight is not None, EXTRA=extra is not None, COLUMNS=COLUMNS,
+        TABLE=source.dim() == 2, WEIGHT=weight is not None, EXTRA=extra is not None, COLUMNS=COLUMNS,
         INNER=min(WIDEST, triton.next_power_of_2(width)), num_warps=4,
     )  # fmt: skip
     return out
