@@ -96,9 +96,8 @@ def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
 
 def loaded(args: argparse.Namespace) -> SelfSpecModel:
     """The model with its adapters."""
-    names = args.adapter.split(",")
     return SelfSpecModel.from_pretrained(
-        args.model, names if len(names) > 1 else names[0], dtype=getattr(torch, args.dtype), device=args.device
+        args.model, options.adapters(args.adapter), dtype=getattr(torch, args.dtype), device=args.device
     )
 
 

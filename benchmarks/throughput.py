@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     model = SelfSpecModel.from_pretrained(
-        args.model, args.adapter, dtype=getattr(torch, args.dtype), device=args.device
+        args.model, options.adapters(args.adapter), dtype=getattr(torch, args.dtype), device=args.device
     )
     caps, draw = [int(c) for c in args.caps.split(",")], random.Random(args.seed)
     files = prompts.read_sets(args.prompts, None).values()

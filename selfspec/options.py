@@ -68,7 +68,10 @@ def layers(text: str) -> Layers:
 
 
 ModelName = Annotated[str, typer.Option(help="Folder, hub name, .gguf file or embedded model.")]
-Adapter = Annotated[str, typer.Option(help="Folder or shipped name, auto (the shipped one that fits), none.")]
+Adapter = Annotated[
+    str,
+    typer.Option(help="Folder or shipped name, auto (the shipped one that fits), none; several with commas between them."),
+]
 Dtype = Annotated[DtypeName, typer.Option(help="Of the weights.")]
 Device = Annotated[str, typer.Option(help="Where to run.")]
 Prompts = Annotated[
@@ -230,6 +233,12 @@ def settled(options: Chosen) -> Chosen:
     return replace(options, dtype="bfloat16" if fast else "float32")
 
 
+def adapters(names: str) -> str | list[str] | None:
+    """What `SelfSpecModel.from_pretrained` takes as adapter: one name, several with commas between them, or "none"."""
+    found = names.split(",")
+    return None if names == "none" else found if len(found) > 1 else names
+
+
 def load_model(options: Chosen) -> SelfSpecModel:
     """The model and adapter that the options name.
 
@@ -246,9 +255,8 @@ def load_model(options: Chosen) -> SelfSpecModel:
     transformers.utils.logging.disable_progress_bar()
     if options.threads:
         torch.set_num_threads(options.threads)
-    adapter = None if options.adapter == "none" else options.adapter
     model = SelfSpecModel.from_pretrained(
-        options.model, adapter, getattr(torch, options.dtype), options.device, exact=options.exact
+        options.model, adapters(options.adapter), getattr(torch, options.dtype), options.device, exact=options.exact
     )
     # one token, so that settings which `generate` refuses (a repetition penalty) are refused before any work
     model.generate([[0]], do_sample=False, max_new_tokens=1)

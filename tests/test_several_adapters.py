@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import PROMPT, RAGGED, model_of, path_of, reference
 
-from selfspec import SelfSpecModel
+from selfspec import SelfSpecModel, options
 from selfspec.packed import PackedLinear
 from selfspec.plan import Plan
 from selfspec.plan.planner import Fixed
@@ -83,3 +83,8 @@ def test_what_cannot_be_is_said():
     both = [path_of(model, entry=2, taps=(t,)) for t in (2, 4)]
     with pytest.raises(ValueError, match="only one may read features"):
         list(SelfSpecModel(model, both).run([Request(PROMPT, 2)], Plan("ar", 1)))
+
+
+def test_the_command_line_names_them_with_commas_between():
+    assert options.adapters("a,b/c") == ["a", "b/c"]
+    assert options.adapters("auto") == "auto" and options.adapters("none") is None
