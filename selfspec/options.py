@@ -70,7 +70,7 @@ def layers(text: str) -> Layers:
 ModelName = Annotated[str, typer.Option(help="Folder, hub name, .gguf file or embedded model.")]
 Adapter = Annotated[
     str,
-    typer.Option(help="Folder or shipped name, auto (the shipped one that fits), none; several with commas between them."),
+    typer.Option(help="Folder or shipped name, auto (the shipped one that fits), none; or several: A,B."),
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="Of the weights.")]
 Device = Annotated[str, typer.Option(help="Where to run.")]
