@@ -295,6 +295,14 @@ def test_wrong_names_are_refused() -> None:
         mix.require(["markov", "length"])
 
 
+def test_heads_train_alone_where_every_term_detaches_the_path() -> None:
+    alone = {"markov": {"detach": True}, "confidence": 1, "length": 0.1, "calibrator": {"detach": True}}
+    assert Mix.from_config(alone).heads_alone
+    assert Mix.from_config(alone | {"ce": 0}).heads_alone  # without a weight it is no term
+    for more in ({"ce": 1}, {"markov": 1}, {"length": {"detach": False}}):
+        assert not Mix.from_config(alone | more).heads_alone
+
+
 def test_blocks_grow_in_equal_stages() -> None:
     assert [block(p / 10, (4, 8, 16), 16) for p in range(11)] == [4, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16]
     assert block(0.2, (), 16) == 16

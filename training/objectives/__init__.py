@@ -117,6 +117,11 @@ class Mix:
         """Whether a term wants the verifier to judge the draft's own tokens."""
         return any(isinstance(t, OnPolicy) for _, _, t in self.terms)
 
+    @property
+    def heads_alone(self) -> bool:
+        """Whether every term trains a head and detaches the path under it."""
+        return all(name in HEADS and getattr(t, "detach", False) for name, _, t in self.terms)
+
     def divisors(self, steps: Tensor, valid: Tensor) -> Tensor:
         """One per term, at least a tiny number. [terms]"""
         return torch.stack([t.divisor(steps, valid).float() for _, _, t in self.terms]).clamp(min=1e-6)
