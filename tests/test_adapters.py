@@ -89,7 +89,7 @@ KINDS = {
     "late lora with features": dict(tuning="lora", entry=2, taps=(4,), layers=(3,), mask_id=5),
     "some modules": dict(tuning="lora", targets=("q_proj", "down_proj")),
     "copy with heads": dict(tuning="copy", heads=("calibrator", "confidence", "length", "markov"), head_rank=6),
-    "lora with heads": dict(tuning="lora", heads=("length",)),
+    "lora with heads": dict(tuning="lora", heads=("length", "sampler"), head_rank=6),
 }
 
 

@@ -293,6 +293,9 @@ def test_wrong_names_are_refused() -> None:
         mix.require([])
     with pytest.raises(ValueError, match="head 'length' has no objective"):
         mix.require(["markov", "length"])
+    mix.require(["sampler"])  # the other form of the head that "markov" trains
+    with pytest.raises(ValueError, match="head 'sampler' has no objective 'markov'"):
+        Mix.from_config({"ce": 1}).require(["sampler"])
 
 
 def test_heads_train_alone_where_every_term_detaches_the_path() -> None:

@@ -74,6 +74,7 @@ def config(out, **fields) -> TrainConfig:
         {"causal": True},
         {"entry": 1, "taps": (1,), "tuning": "lora", "rank": 4},
         {"mask_embedding": "per_slot", "layouts": ("known", "hidden"), "heads": ("calibrator", "markov")},
+        {"layouts": ("known", "hidden"), "heads": ("calibrator", "sampler")},
     ],
 )
 def test_teacher_forced_tau_is_the_decoders(fields: dict, tmp_path) -> None:
@@ -81,7 +82,8 @@ def test_teacher_forced_tau_is_the_decoders(fields: dict, tmp_path) -> None:
     block = 5
     answers = [a for a in answered(model, 12) if len(a.answer) >= 2]
     shapes = {"length": 64, "rows": 3, "anchors": 12, "max_steps": 80, "lr": 1e-2, "log_every": 1000}
-    shapes["objectives"] = {"ce": 1.0, "dpace": 0.3} | {head: 1.0 for head in fields.get("heads", ())}
+    terms = ("markov" if head == "sampler" else head for head in fields.get("heads", ()))
+    shapes["objectives"] = {"ce": 1.0, "dpace": 0.3} | dict.fromkeys(terms, 1.0)
     trainer = Trainer(config(tmp_path, adapter={"block_size": block, **fields}, **shapes), model, answers, answers[:1])
     for _ in range(80):  # half learned: rounds of every length
         trainer.train_step()
@@ -125,8 +127,8 @@ def test_a_path_without_heads_starts_one_with_heads(tmp_path) -> None:
         Trainer(narrow, model, answers)
 
 
-@pytest.mark.parametrize("tuning", ["copy", "lora"])
-def test_heads_alone_leave_the_path_as_it_was(tuning: str, tmp_path) -> None:
+@pytest.mark.parametrize("tuning, form", [("copy", "markov"), ("lora", "sampler")])
+def test_heads_alone_leave_the_path_as_it_was(tuning: str, form: str, tmp_path) -> None:
     """To the bit, decay and averages notwithstanding; and no gradient goes below them."""
     model, answers = tiny(), answered(tiny(), 8)
     adapter = {
@@ -137,8 +139,8 @@ def test_heads_alone_leave_the_path_as_it_was(tuning: str, tmp_path) -> None:
         "rank": 4,
     }
     Trainer(config(tmp_path / "plain", adapter=adapter, max_steps=3), model, answers).train()
-    heads = {"heads": ["calibrator", "confidence", "length", "markov"]}
-    terms = {name: {"weight": 1.0, "detach": True} for name in heads["heads"]}
+    heads = {"heads": ["calibrator", "confidence", "length", form]}
+    terms = {n: {"weight": 1.0, "detach": True} for n in ("calibrator", "confidence", "length", "markov")}
     fields = dict(init=str(tmp_path / "plain" / "adapter"), objectives=terms, weight_decay=0.5, max_steps=6, ema=0.5)
     trainer = Trainer(config(tmp_path / "heads", adapter=adapter | heads, **fields), model, answers)
     start = {k: v.clone() for k, v in trainer.path.state_dict().items()}
