@@ -11,7 +11,8 @@ MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 GROUPS = {"attention": ATTENTION, "all": ATTENTION + MLP}
 LAYOUTS = ("known", "hidden")
 NOISES = ("mask", "masked", "uniform")
-HEADS = ("calibrator", "confidence", "length", "markov")
+HEADS = ("calibrator", "confidence", "length", "markov", "sampler")
+CONDITIONERS = ("markov", "sampler")  # forms of the head that knows the token before a slot
 STYLES: dict[str, dict[str, Any]] = {  # published settings as a whole; fields beside `style` override them
     "uno": dict(  # arXiv 2609.04010; UNO's own alpha is 16 times its rank
         seed_row=True, noise="uniform", causal=True, shift=True, tuning="lora", targets="all", rank=128, alpha=2048.0
@@ -41,7 +42,7 @@ class MaskPathConfig:
         noise: what unknown slots hold: "mask"; "masked", which trains with some of them known (BD3LM's schedule) and
             drafts from masks; or "uniform", random tokens of the vocabulary instead of masks (UNO).
         seed_row: the anchor rides as a clean row, whose output is the first draft, and groups hold the rows after it.
-        heads: of "calibrator", "confidence", "length", "markov" (`selfspec.adapters.heads`).
+        heads: of "calibrator", "confidence", "length", and "markov" or "sampler" (`selfspec.adapters.heads`).
         head_rank: hidden units of each head.
         acceptance: where a planner starts from: the share of drafts 1, 2, ... that verification accepted of those whose
             predecessors it accepted, bonus known, on texts like those to come. Empty: not measured.
@@ -96,6 +97,8 @@ class MaskPathConfig:
         _check(long, "block_size", self.block_size, "at least 3 for prefix splits (a slot to know, one to draft)")
         _check(self.noise in NOISES, "noise", self.noise, f"one of {NOISES}")
         _check(set(self.heads) <= set(HEADS), "heads", self.heads, f"a subset of {HEADS}")
+        once = len(set(CONDITIONERS) & set(self.heads)) <= 1
+        _check(once, "heads", self.heads, f"one of {CONDITIONERS}, as both condition a slot on the token before it")
         _check(self.head_rank >= 1, "head_rank", self.head_rank, "1 or more")
         known = self.layouts == ("known",) and not self.prefix_splits
         _check(self.noise != "uniform" or known, "noise", self.noise, "masks where the bonus or a prefix is hidden")

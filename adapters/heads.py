@@ -1,11 +1,13 @@
 """Heads on a mask path: small corrections of its drafts, and what it knows about their fate.
 
 A correction is a bias in hidden space, read through the frozen lm_head, so that no head is as large as a vocabulary:
-the Markov head's follows from the token chosen just before a slot (DSpark, arXiv 2607.05147), the calibrator's from the
-bonus token that a group drafted beside the verification had to do without (FlexDraft, arXiv 2605.20022). The confidence
-head gives the probability that a slot survives verification once the slots before it have (DSpark), the length head the
-probability of every accepted length (AdaFlash). All read the draft rows' hidden states after the final norm, start
-neutral, and know nothing of the slot's own token, so that planning by them keeps sampling lossless.
+the Markov head's follows from the token chosen just before a slot (DSpark, arXiv 2607.05147), the sampler head's from
+that token and the slot's own state (after Samragh et al. 2025, "Your LLM knows the future", arXiv 2507.11851), the
+calibrator's from the bonus token that a group drafted beside the verification had to do without (FlexDraft, arXiv
+2605.20022). A path has a Markov or a sampler head, not both; what is said of the one below holds for the other. The
+confidence head gives the probability that a slot survives verification once the slots before it have (DSpark), the
+length head the probability of every accepted length (AdaFlash). All read the draft rows' hidden states after the final
+norm, start neutral, and know nothing of the slot's own token, so that planning by them keeps sampling lossless.
 
 Decoding conditions chains and trees by the Markov head (`selfspec.draft.condition`), those saved by an overlapped round
 as well; where a calibrator has told the first draft of its bonus, the Markov head leaves that one alone, and it does
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from selfspec.adapters.config import CONDITIONERS
 from selfspec.backbone import Backbone
 from selfspec.tops import best
 
@@ -47,7 +50,8 @@ class Markov(nn.Module):
 
 
 class Calibrator(nn.Module):
-    """`h_j + U silu(V [e(bonus); h_j])`, r hidden units.
+    """`h_j + U silu(V [e(x); h_j])`, r hidden units: x is the bonus for a calibrator, the token before slot j for a
+    sampler head.
 
     Args:
         d: width of the hidden states.
@@ -59,9 +63,9 @@ class Calibrator(nn.Module):
         super().__init__()
         self.down, self.up = _linear(2 * d, rank, **make), _zeros(rank, d, **make)
 
-    def forward(self, hidden: Tensor, bonus: Tensor) -> Tensor:
-        """hidden [..., d], bonus [..., d] embedding of the group's bonus token. Returns [..., d]."""
-        both = torch.cat([bonus.to(hidden.dtype), hidden], -1)
+    def forward(self, hidden: Tensor, given: Tensor) -> Tensor:
+        """hidden [..., d], given [..., d] embeddings of the known tokens. Returns [..., d]."""
+        both = torch.cat([given.to(hidden.dtype), hidden], -1)
         return hidden + _apply(self.up, silu(_apply(self.down, both)))
 
 
@@ -111,7 +115,7 @@ def build(names: tuple[str, ...], d: int, rank: int, block_size: int, **make) ->
     """The heads of a path, by name.
 
     Args:
-        names: of "calibrator", "confidence", "length", "markov".
+        names: of `adapters.config.HEADS`.
         d: width of the hidden states.
         rank: hidden units of each.
         block_size: B.
@@ -122,6 +126,7 @@ def build(names: tuple[str, ...], d: int, rank: int, block_size: int, **make) ->
         "confidence": lambda: Confidence(d, rank, block_size, **make),
         "length": lambda: Length(d, rank, block_size, **make),
         "markov": lambda: Markov(d, rank, **make),
+        "sampler": lambda: Calibrator(d, rank, **make),
     }
     return nn.ModuleDict({name: makers[name]() for name in names})
 
@@ -180,11 +185,16 @@ def calibrated(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, bonus: 
     return heads["calibrator"](hidden, backbone.embed(bonus)[:, None].expand_as(hidden))
 
 
+def conditioner(heads: nn.ModuleDict) -> nn.Module | None:
+    """The head that knows the token before a slot, Markov or sampler; None without one."""
+    return next((heads[name] for name in CONDITIONERS if name in heads), None)
+
+
 def conditioned(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, before: Tensor) -> Tensor:
     """Logits of slots given the token chosen before each: for tree nodes, given each node's parent token.
 
     Args:
-        heads: with "markov".
+        heads: with a conditioner.
         backbone: whose embeddings and head are read.
         hidden: [..., d] of the slots.
         before: [...] long, below 0 where a slot is to stay as it is.
@@ -192,8 +202,9 @@ def conditioned(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, before
     Returns:
         [..., V]
     """
-    given = backbone.embed(before.clamp(min=0)).masked_fill((before < 0)[..., None], 0.0)  # 0 moves nothing
-    states = heads["markov"](hidden, given)
+    head = conditioner(heads)
+    assert head is not None
+    states = torch.where((before < 0)[..., None], hidden, head(hidden, backbone.embed(before.clamp(min=0))))
     return backbone.logits(states.reshape(1, -1, states.shape[-1])).view(*before.shape, -1)  # heads take [N, T, d]
 
 
@@ -201,7 +212,7 @@ def biases(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor) -> Callable
     """The head's corrections of the drafts' plain logits, as `draft.trees.domino.DominoTree` asks for them.
 
     Args:
-        heads: with "markov".
+        heads: with a conditioner.
         backbone: whose embeddings and head are read.
         hidden: [N, T, d] of drafts 1..T.
 
@@ -227,7 +238,7 @@ def walk(
     """Choose a block's tokens one after another, each with the bias of the one before it. No host reads.
 
     Args:
-        heads: with "markov".
+        heads: with a conditioner.
         backbone: whose embeddings and head are read.
         hidden: [N, T, d] of drafts 1..T.
         anchor: [N] long, the token before draft 1.

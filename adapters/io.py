@@ -1,7 +1,13 @@
 """Mask paths as folders: `selfspec.json`, and the weights, as a plain PEFT folder where they are a LoRA.
 
 A PEFT folder can be read by anything that reads LoRA; what PEFT has no word for (mask embeddings, projections, whole
-copies) stands in a file of its own, so that nobody loads half of it un-gated.
+copies) stands in a file of its own, so that nobody loads half of it un-gated. Heads have a third one, so that a head
+trained for a path that is there already is added without another copy of the path:
+
+    selfspec.json               what the path is, and the fingerprint of its base model
+    mask_path.safetensors       its weights, but for a LoRA's and the heads'
+    adapter_model.safetensors   a LoRA's, with PEFT's adapter_config.json
+    heads.safetensors           the heads', where it has any
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from selfspec.shadow import inner_decoder, layers_of, table_of
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS, PEFT_WEIGHTS = "selfspec.json", "mask_path.safetensors", "adapter_model.safetensors"
+HEADS_WEIGHTS = "heads.safetensors"
 FORMAT = 1
 ZOO = Path(__file__).parent / "zoo"
 
@@ -69,7 +76,7 @@ def save(path: MaskPathModel, folder: str | Path, model: PreTrainedModel, dtype:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # without its configuration a folder is no adapter: a kill half-way leaves none rather than a mixed one
-    for stale in (CONFIG, PEFT_WEIGHTS, "adapter_config.json"):
+    for stale in (CONFIG, PEFT_WEIGHTS, "adapter_config.json", HEADS_WEIGHTS):
         (folder / stale).unlink(missing_ok=True)
     state = {k: v.detach().to("cpu", dtype).contiguous() for k, v in path.state_dict().items()}
     if path.config.tuning == "lora":
@@ -77,6 +84,8 @@ def save(path: MaskPathModel, folder: str | Path, model: PreTrainedModel, dtype:
         save_file({names[k]: v for k, v in state.items() if k in names}, folder / PEFT_WEIGHTS, {"format": "pt"})
         _peft_config(path.config, names, model).save_pretrained(str(folder))
         state = {k: v for k, v in state.items() if k not in names}
+    if heads := {k: state.pop(k) for k in list(state) if k.startswith("heads.")}:
+        save_file(heads, folder / HEADS_WEIGHTS, {"format": "pt"})
     save_file(state, folder / WEIGHTS, {"format": "pt"})
     config = replace(path.config, fingerprint=fingerprint(model)).to_dict()
     part = folder / f"{CONFIG}.part"
@@ -111,10 +120,27 @@ def load(
             stored = load_file(folder / PEFT_WEIGHTS)
             state |= {k: stored.pop(v) for k, v in _peft_names(path, model).items() if v in stored}
             state |= stored  # names that the path does not have
+        state |= _heads(folder, config, state)
     except (OSError, SafetensorError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} is damaged ({error}); copy or train it again") from error
     _fill(path, state, folder)
     return path.requires_grad_(False).eval()
+
+
+def _heads(folder: Path, config: MaskPathConfig, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of an adapter's heads; none where they stand among the others' (`state`), as they once did.
+
+    Raises:
+        ValueError: there is no file of heads, or heads stand in two places.
+    """
+    among = any(k.startswith("heads.") for k in state)
+    if not (folder / HEADS_WEIGHTS).is_file():
+        if config.heads and not among:
+            raise ValueError(f"{CONFIG} names the heads {config.heads}, and there is no {HEADS_WEIGHTS}")
+        return {}
+    if among:
+        raise ValueError(f"heads stand in {WEIGHTS} and in {HEADS_WEIGHTS}")
+    return load_file(folder / HEADS_WEIGHTS)
 
 
 def read_config(folder: Path) -> MaskPathConfig:

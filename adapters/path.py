@@ -92,7 +92,7 @@ class MaskPathModel(nn.Module):
 
     def condition(self, backbone: Backbone) -> Callable[[Tensor, Tensor], Tensor] | None:
         """What conditions drafts on the tokens before them (`selfspec.draft.condition`); None without such a head."""
-        return partial(heads.conditioned, self.heads, backbone) if "markov" in self.heads else None
+        return None if heads.conditioner(self.heads) is None else partial(heads.conditioned, self.heads, backbone)
 
     def embed(self, rows: DraftRows, backbone: Backbone) -> Tensor:
         """Draft rows as they enter.

@@ -88,6 +88,8 @@ KINDS = {
     "late copy with features": dict(tuning="copy", entry=2, taps=(1, 4), mask_embedding="per_slot"),
     "late lora with features": dict(tuning="lora", entry=2, taps=(4,), layers=(3,), mask_id=5),
     "some modules": dict(tuning="lora", targets=("q_proj", "down_proj")),
+    "copy with heads": dict(tuning="copy", heads=("calibrator", "confidence", "length", "markov"), head_rank=6),
+    "lora with heads": dict(tuning="lora", heads=("length", "sampler"), head_rank=6),
 }
 
 
@@ -105,7 +107,8 @@ def test_a_saved_adapter_comes_back_as_it_was(kind, family, tmp_path):
     assert torch.equal(drafted(model, path), drafted(model, again))
     files = {p.name for p in (tmp_path / "there").iterdir()}
     peft = {"adapter_model.safetensors", "adapter_config.json"} if "lora" in kind or "some" in kind else set()
-    assert files == {"selfspec.json", "mask_path.safetensors"} | peft
+    heads = {"heads.safetensors"} if "heads" in kind else set()
+    assert files == {"selfspec.json", "mask_path.safetensors"} | peft | heads
 
 
 def test_the_stored_dtype_is_bfloat16_and_the_loaded_one_the_models(tmp_path, caplog):
@@ -230,7 +233,7 @@ def without_fingerprint_weights(file):
     file.write_text(json.dumps(data))
 
 
-W, P, C = "mask_path.safetensors", "adapter_model.safetensors", "selfspec.json"
+W, P, C, H = "mask_path.safetensors", "adapter_model.safetensors", "selfspec.json", "heads.safetensors"
 DAMAGES = {
     "weights cut": (W, cut),
     "weights gone": (W, lambda f: f.unlink()),
@@ -243,6 +246,12 @@ DAMAGES = {
     "tensor too many": (W, with_another_tensor),
     "lora tensor too many": (P, with_another_tensor),
     "other shape": (W, with_another_shape),
+    "heads cut": (H, cut),
+    "heads gone": (H, lambda f: f.unlink()),
+    "heads' tensor missing": (H, without_a_tensor),
+    "heads' tensor too many": (H, with_another_tensor),
+    "heads' other shape": (H, with_another_shape),
+    "heads not named": (C, edited(heads=[])),
     "config gone": (C, lambda f: f.unlink()),
     "config cut": (C, cut),
     "config empty": (C, lambda f: f.write_text("")),
@@ -267,11 +276,51 @@ DAMAGES = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_adapter_is_a_clear_error(name, tmp_path):
     model = model_of()
-    io.save(path_of(model, 0.1, tuning="lora"), tmp_path, model)
+    io.save(path_of(model, 0.1, tuning="lora", heads=("markov",), head_rank=6), tmp_path, model)
     io.load(tmp_path, model)
     file, damage = DAMAGES[name]
     damage(tmp_path / file)
     with pytest.raises(AdapterError, match="adapter"):
+        io.load(tmp_path, model)
+
+
+@pytest.mark.parametrize("tuning", ["lora", "copy"])
+def test_a_head_is_added_beside_what_is_there(tuning, tmp_path):
+    """The path's own files stay as they are, byte for byte, and the head's goes to where the path is already."""
+    model, own = model_of(), dict(tuning=tuning, heads=("markov",), head_rank=6)
+    headed, bare = path_of(model, 0.3, **own), path_of(model, tuning=tuning)
+    bare.load_state_dict({k: v for k, v in headed.state_dict().items() if not k.startswith("heads.")})
+    one, two = io.save(bare, tmp_path / "one", model), io.save(headed, tmp_path / "two", model)
+    files = [W, P] if tuning == "lora" else [W]
+    assert all((one / f).read_bytes() == (two / f).read_bytes() for f in files)
+    assert set(load_file(two / H)) == {"heads.markov.down.weight", "heads.markov.up.weight"}
+    (one / H).write_bytes((two / H).read_bytes())
+    (one / C).write_bytes((two / C).read_bytes())
+    again, want = io.load(one, model).state_dict(), io.load(two, model).state_dict()
+    assert again.keys() == want.keys() and all(torch.equal(again[k], want[k]) for k in want)
+    io.save(bare, two, model)  # over the other one
+    assert not (two / H).exists() and not io.load(two, model).heads
+
+
+def test_heads_among_the_other_weights_still_load(tmp_path):
+    """Where they stood before they had a file of their own."""
+    model = model_of()
+    path = path_of(model, 0.3, heads=("markov", "length"), head_rank=6)
+    io.save(path, tmp_path, model, dtype=torch.float64)
+    both = load_file(tmp_path / W) | load_file(tmp_path / H)
+    save_file(both, tmp_path / W)
+    with pytest.raises(AdapterError, match=r"heads stand in mask_path\.safetensors and in heads\.safetensors"):
+        io.load(tmp_path, model)
+    (tmp_path / H).unlink()
+    again = io.load(tmp_path, model).state_dict()
+    assert all(torch.equal(v, again[k]) for k, v in path.state_dict().items())
+
+
+def test_a_head_without_its_file_is_named(tmp_path):
+    model = model_of()
+    io.save(path_of(model, heads=("markov",)), tmp_path, model)
+    (tmp_path / H).unlink()
+    with pytest.raises(AdapterError, match=r"names the heads \('markov',\), and there is no heads\.safetensors"):
         io.load(tmp_path, model)
 
 

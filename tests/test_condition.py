@@ -20,7 +20,7 @@ from selfspec.sampling import Pipeline, Sampling, draw
 from selfspec.session import Request, Session
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HEADS = {"markov": ("markov",), "both": ("markov", "calibrator")}
+FORMS = ("markov", "sampler")  # of the head that conditions
 
 
 def linked(kind: str, generator: torch.Generator, n: int, t: int, k: int):
@@ -231,31 +231,33 @@ PLANS = [
 ]
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite"])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_greedy_text_is_transformers_own(plan, family):
+def test_greedy_text_is_transformers_own(plan, family, form):
     model = model_of(family)
-    path = path_of(model, 0.3, heads=HEADS["both"], head_rank=6, prefix_splits=True, mask_id=5)
+    path = path_of(model, 0.3, heads=(form, "calibrator"), head_rank=6, prefix_splits=True, mask_id=5)
     assert outputs(decoded(Backbone(model, path), plan, RAGGED, N)) == reference(model, RAGGED, N)
 
 
 KINDS = {
-    "plain": dict(heads=HEADS["markov"]),
-    "calibrated": dict(heads=HEADS["both"]),
-    "shift": dict(heads=HEADS["markov"], shift=True, causal=True),
-    "late": dict(heads=HEADS["markov"], entry=2, taps=(1,), layouts=("known",)),
-    "uno": dict(heads=HEADS["markov"], shift=True, causal=True, seed_row=True, layouts=("known",)),
+    "plain": dict(),
+    "calibrated": dict(heads=("calibrator",)),
+    "shift": dict(shift=True, causal=True),
+    "late": dict(entry=2, taps=(1,), layouts=("known",)),
+    "uno": dict(shift=True, causal=True, seed_row=True, layouts=("known",)),
 }
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "kind,mode",
     [(k, m) for k, f in KINDS.items() for m in ("sequential", "tree", "overlap", "overlap+tree")
      if "layouts" not in f or "overlap" not in m],
 )  # fmt: skip
-def test_coupled_text_is_plain_decodings_own(kind, mode):
+def test_coupled_text_is_plain_decodings_own(kind, mode, form):
     model, fields = model_of(), KINDS[kind]
-    path = path_of(model, 0.3, head_rank=6, **fields)
+    path = path_of(model, 0.3, head_rank=6, **fields | {"heads": (form, *fields.get("heads", ()))})
     if fields.get("seed_row"):
         path.config = dataclasses.replace(path.config, noise="uniform")
     body = Backbone(model, path)
@@ -269,10 +271,11 @@ def test_coupled_text_is_plain_decodings_own(kind, mode):
     assert texts(Plan(mode, B, 8)) == texts(Plan("ar", 1))
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("verify", ["rejection", "multi", "block"])
-def test_other_verifiers_draft_as_if_there_were_no_head(verify):
+def test_other_verifiers_draft_as_if_there_were_no_head(verify, form):
     model = model_of()
-    headed, bare = path_of(model, 0.3, heads=HEADS["markov"], head_rank=6), path_of(model, 0.3)
+    headed, bare = path_of(model, 0.3, heads=(form,), head_rank=6), path_of(model, 0.3)
     state = {k: v for k, v in headed.state_dict().items() if not k.startswith("heads.")}
     bare.load_state_dict(state)
     found = []
@@ -289,7 +292,7 @@ def test_rounds_draft_what_the_head_says(mode, monkeypatch):
     model, cap = model_of(), 13
     truth = reference(model, [PROMPT], cap + B)[0]
     follows = {(len(PROMPT) + i, t): truth[i + 1] for i, t in enumerate(truth[:-1])}
-    body = Backbone(model, path_of(model, 0.02, heads=HEADS["markov"], head_rank=6))
+    body = Backbone(model, path_of(model, 0.02, heads=("markov",), head_rank=6))
     session = Session(body, Plan(mode, B, 24), 1, 40)
     monkeypatch.setattr(condition, "CANDIDATES", 24)
 

@@ -19,7 +19,8 @@ from selfspec.draft.block import draft_inputs
 from selfspec.draft.condition import Given
 from selfspec.draft.trees import domino
 
-ALL = ("calibrator", "confidence", "length", "markov")
+OTHERS = ("calibrator", "confidence", "length")
+ALL = (*OTHERS, "markov")
 T = 4  # drafts
 
 
@@ -33,13 +34,15 @@ def drafted(path: MaskPathModel) -> tuple[Backbone, torch.Tensor]:
         return body, body(rows.block(torch.tensor([len(PROMPT)]), T + 1), cache, draft=inputs).draft[:, 1:]
 
 
-@pytest.fixture
-def path() -> MaskPathModel:
-    return path_of(model_of(), 0.3, heads=ALL, head_rank=6)
+@pytest.fixture(params=["markov", "sampler"])
+def path(request) -> MaskPathModel:
+    return path_of(model_of(), 0.3, heads=(*OTHERS, request.param), head_rank=6)
 
 
-def test_new_heads_change_nothing() -> None:
-    path = MaskPathModel(model_of(), MaskPathConfig(block_size=T + 1, layouts=("known", "hidden"), heads=ALL))
+@pytest.mark.parametrize("form", ["markov", "sampler"])
+def test_new_heads_change_nothing(form: str) -> None:
+    own = dict(block_size=T + 1, layouts=("known", "hidden"), heads=(*OTHERS, form))
+    path = MaskPathModel(model_of(), MaskPathConfig(**own))
     body, hidden = drafted(path)
     anchor = torch.tensor([PROMPT[-1]])
     plain = body.logits(hidden)
@@ -51,13 +54,16 @@ def test_new_heads_change_nothing() -> None:
     torch.testing.assert_close(heads.lengths(path.heads, hidden), torch.full((1, T + 1), 1 / (T + 1)))
 
 
-def test_a_markov_walk_conditions_each_draft_on_the_one_before(path: MaskPathModel) -> None:
+def test_a_walk_conditions_each_draft_on_the_one_before(path: MaskPathModel) -> None:
     body, hidden = drafted(path)
     table, norm = model_of().get_input_embeddings().weight, model_of().lm_head.weight
-    up, down = path.heads["markov"].up.weight, path.heads["markov"].down.weight
+    head = heads.conditioner(path.heads)
+    up, down = head.up.weight, head.down.weight
     token, want = PROMPT[-1], []
     for k in range(T):
-        scores = norm @ (hidden[0, k] + up @ (down @ table[token]))
+        h, e = hidden[0, k], table[token]
+        inner = down @ e if "markov" in path.heads else silu(down @ torch.cat([e, h]))
+        scores = norm @ (h + up @ inner)
         scores[3] = float("-inf")
         token = int(scores.argmax())
         want.append(token)
@@ -99,7 +105,7 @@ def test_no_token_before_leaves_a_slot_as_it_is(path: MaskPathModel) -> None:
     assert torch.equal(got[:, [1, 3]], plain[:, [1, 3]]) and not torch.equal(got[:, [0, 2]], plain[:, [0, 2]])
 
 
-def test_trees_are_conditioned_by_the_markov_head(path: MaskPathModel) -> None:
+def test_trees_are_conditioned_by_the_head(path: MaskPathModel) -> None:
     """A tree of one node a level is the walk; over all candidates, transitions and biases give the same tree."""
     body, hidden = drafted(path)
     anchor, logits = torch.tensor([PROMPT[-1]]), body.logits(hidden)
@@ -113,6 +119,14 @@ def test_trees_are_conditioned_by_the_markov_head(path: MaskPathModel) -> None:
     assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
     marginal = domino.DominoTree(lambda tokens, d: torch.zeros(1, tokens.shape[1], 24), 20)(anchor, logits, 20)
     assert not torch.equal(marginal.tokens, tree.tokens)
+
+
+def test_a_sampler_head_reads_the_state_of_its_slot(path: MaskPathModel) -> None:
+    """What one token adds is the same at every slot for a Markov head, and another at each for a sampler."""
+    body, hidden = drafted(path)
+    moved = heads.conditioned(path.heads, body, hidden, torch.full((1, T), 5)) - body.logits(hidden)
+    same = torch.allclose(moved, moved[:, :1].expand_as(moved), atol=1e-9)
+    assert same == ("markov" in path.heads)
 
 
 def test_the_other_heads_are_their_formulas(path: MaskPathModel) -> None:
@@ -135,7 +149,7 @@ def test_the_other_heads_are_their_formulas(path: MaskPathModel) -> None:
 def test_heads_run_in_the_rows_precision(path: MaskPathModel) -> None:
     _, hidden = drafted(path)
     low = hidden.bfloat16()
-    assert path.heads["markov"](low, low).dtype == path.heads["calibrator"](low, low).dtype == torch.bfloat16
+    assert heads.conditioner(path.heads)(low, low).dtype == path.heads["calibrator"](low, low).dtype == torch.bfloat16
     assert path.heads["length"](low).dtype == torch.bfloat16
 
 
@@ -164,6 +178,7 @@ def test_adapters_from_before_heads_load_as_they_were() -> None:
     [
         (dict(heads=("markow",)), "heads=.*subset"),
         (dict(heads=("calibrator",)), "hidden"),
+        (dict(heads=("markov", "sampler")), "heads=.*one of .*'markov', 'sampler'"),
         (dict(head_rank=0), "head_rank"),
         (dict(noise="gaussian"), "noise="),
         (dict(noise="uniform", layouts=("known", "hidden")), "noise="),

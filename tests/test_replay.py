@@ -126,6 +126,7 @@ def played(seed, graphs, monkeypatch):
     extra = [{}, *2 * [dict(shift=True, causal=True)], dict(mask_id=5), dict(entry=2), dict(heads=("calibrator",))]
     extra += [dict(heads=("calibrator", "confidence", "length"), shift=True, causal=True), dict(heads=("confidence",))]
     extra += [dict(heads=("markov",)), dict(heads=("markov", "calibrator", "confidence"), mask_id=5)]
+    extra += [dict(heads=("sampler", "calibrator"))]
     path = path_of(model, rng.choice((0.0, 0.02)), prefix_splits=True, **rng.choice(extra))
     body, kinds = Backbone(model, path), rng.choice((["bare"], ["drawn"], ["bare", "lazy"], list(KINDS), ["both"]))
     monkeypatch.setattr("selfspec.joining.CHUNK", rng.choice((512, 8)))

@@ -117,6 +117,28 @@ def test_flops_are_torchs_count(fields: dict, tmp_path) -> None:
     assert micro.work.draft_pairs == seen
 
 
+def test_heads_alone_are_trained_without_a_backward_pass_through_layers(tmp_path) -> None:
+    """Counted: layers go forward only, and gradients are the lm_head's input and the head's own matrices'."""
+    rank, d, labels, vocabulary = 6, 32, 2 * 12, 61
+    adapter = {"block_size": 2, "entry": 1, "taps": (1,), "heads": ["markov"], "head_rank": rank}
+    terms = {"markov": {"weight": 1.0, "detach": True}}
+    trainer = Trainer(
+        config(tmp_path, adapter=adapter, objectives=terms, length=32, anchors=12), tiny(), answered(tiny(), 12)
+    )
+    micro = trainer.batches.micro(0, 2, trainer.shape)
+    with FlopCounterMode(display=False) as counter:
+        trainer.attempt([micro], micro.divisors)
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(v for k, v in counts.items() if "attention" not in str(k))
+    whole = Work(64, 48, labels)  # padding is computed too
+    # besides: plain label probabilities, forward; the head twice forward, and three products backward
+    assert products == flops(trainer.backbone, whole) + labels * (2 * vocabulary * d + 10 * d * rank)
+    assert not any("backward" in str(k) for k in counts)
+    alone = flops(trainer.backbone, micro.work)
+    trainer.path.requires_grad_(True)
+    assert flops(trainer.backbone, micro.work) > 1.2 * alone
+
+
 def test_mfu_is_a_share_of_the_peak() -> None:
     model = tiny()
     backbone = Backbone(model, MaskPathModel(model, MaskPathConfig(block_size=4)))

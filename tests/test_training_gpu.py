@@ -1,15 +1,19 @@
-"""FlexAttention compiled on CUDA against the reference, forward and backward; needs a GPU."""
+"""Training on a GPU: FlexAttention compiled against the reference, forward and backward; steps as graphs."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from test_training_trainer import answered, config, tiny
+from torch import nn
 
 from selfspec.attention import AttentionRule, backend
 from selfspec.rows import RowLayout
 from selfspec.training import anchors as anchoring
 from selfspec.training.data import Answer
+from selfspec.training.graph import WARM, Captured
 from selfspec.training.pack import Packer
+from selfspec.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -42,3 +46,49 @@ def test_flex_and_its_gradients(kind: str) -> None:
 
     for ours, want in zip(run("flex", torch.bfloat16), run("sdpa", torch.float32), strict=True):
         assert (ours - want).norm() / want.norm() < 2e-2
+
+
+def steps_of(out, answers: list[Answer], graph: bool) -> Trainer:
+    """Some steps of a head alone on a path that stays."""
+    terms = {"markov": {"weight": 1.0, "detach": True}}
+    fields = dict(adapter={"block_size": 4, "heads": ["markov"]}, objectives=terms, graph=graph, compile=False)
+    fields |= dict(device="cuda", attention="sdpa", weight_decay=0.5, max_steps=8)
+    trainer = Trainer(config(out, **fields), tiny(), answers)
+    trainer.train()
+    return trainer
+
+
+def test_a_head_alone_is_trained_in_a_graph(tmp_path) -> None:
+    answers = answered(tiny(), 8)
+    eager, graphed = (steps_of(tmp_path / str(graph), answers, graph) for graph in (False, True))
+    start = Trainer(
+        config(tmp_path / "start", adapter={"block_size": 4}, device="cuda", compile=False), tiny(), answers
+    )
+    own, want = graphed.path.state_dict(), eager.path.state_dict()
+    for name, value in start.path.state_dict().items():
+        assert torch.equal(value, own[name]), name
+    for name, value in own.items():
+        torch.testing.assert_close(value, want[name], atol=1e-5, rtol=1e-3)
+    assert own["heads.markov.up.weight"].any()
+
+
+def test_a_graph_knows_which_gradients_it_adds_to() -> None:
+    weight, idle = (nn.Parameter(torch.ones(3, device="cuda")) for _ in range(2))
+
+    def run(pack, groups, given: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss = (weight * given).sum()
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    docs = [Answer("0", [5, 6], [7, 8, 9])]
+    pack = Packer(docs, 8, 1).batch(0).to(torch.device("cuda"))
+    drawn = anchoring.sample(Packer(docs, 8, 1).batch(0), 2, anchoring.generator(0, 0)).to(torch.device("cuda"))
+    captured = Captured(run, [weight, idle])
+    for step in range(WARM + 3):
+        if weight.grad is not None:
+            weight.grad.zero_()
+        captured(pack, anchoring.groups(pack, drawn, 2), torch.full((3,), float(step), device="cuda"))
+        assert idle.grad is None and weight.grad.tolist() == [float(step)] * 3
+    weight.grad = None
+    with pytest.raises(RuntimeError, match="dropped under a captured step"):
+        captured(pack, anchoring.groups(pack, drawn, 2), torch.ones(3, device="cuda"))

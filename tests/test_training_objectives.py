@@ -293,6 +293,17 @@ def test_wrong_names_are_refused() -> None:
         mix.require([])
     with pytest.raises(ValueError, match="head 'length' has no objective"):
         mix.require(["markov", "length"])
+    mix.require(["sampler"])  # the other form of the head that "markov" trains
+    with pytest.raises(ValueError, match="head 'sampler' has no objective 'markov'"):
+        Mix.from_config({"ce": 1}).require(["sampler"])
+
+
+def test_heads_train_alone_where_every_term_detaches_the_path() -> None:
+    alone = {"markov": {"detach": True}, "confidence": 1, "length": 0.1, "calibrator": {"detach": True}}
+    assert Mix.from_config(alone).heads_alone
+    assert Mix.from_config(alone | {"ce": 0}).heads_alone  # without a weight it is no term
+    for more in ({"ce": 1}, {"markov": 1}, {"length": {"detach": False}}):
+        assert not Mix.from_config(alone | more).heads_alone
 
 
 def test_blocks_grow_in_equal_stages() -> None:

@@ -9,10 +9,11 @@ import torch
 from test_training_anchors import documents, tiny
 from test_training_trainer import answered, config
 from test_training_trainer import tiny as tiny_float32
+from torch.nn.functional import silu
 
 from selfspec.adapters import MaskPathConfig, MaskPathModel, heads
 from selfspec.backbone import Backbone
-from selfspec.draft.block import draft_inputs, propose
+from selfspec.draft.block import draft_inputs, propose, states
 from selfspec.rows import block, chain
 from selfspec.training import anchors as anchoring
 from selfspec.training import noise
@@ -28,12 +29,14 @@ from selfspec.training.replay import failures
 from selfspec.training.step import run_clean, verifier_of
 from selfspec.training.trainer import Trainer
 
-ALL = ("calibrator", "confidence", "length", "markov")
+OTHERS = ("calibrator", "confidence", "length")
 B = 5
 KINDS = {
     "known": dict(),
-    "hidden and splits": dict(layouts=("known", "hidden"), prefix_splits=True, heads=ALL, head_rank=6),
+    "hidden and splits": dict(layouts=("known", "hidden"), prefix_splits=True, heads=(*OTHERS, "markov"), head_rank=6),
+    "hidden, sampler": dict(layouts=("known", "hidden"), heads=(*OTHERS, "sampler"), head_rank=6),
     "shift": dict(shift=True, heads=("markov",), head_rank=6),
+    "shift, sampler": dict(shift=True, heads=("sampler",), head_rank=6),
     "uno": dict(seed_row=True, shift=True, causal=True, noise="uniform", heads=("markov",), head_rank=6),
 }
 
@@ -52,8 +55,9 @@ class Case:
         self.pack = Packer(documents(8, seed=2), 40, 2).batch(0)
         self.anchors = anchoring.sample(self.pack, 6, anchoring.generator(0, 1))
         hidden = splits = None
-        if kind == "hidden and splits":
+        if "hidden" in kind:
             hidden = torch.arange(6).expand(2, 6) % 3 == 0
+        if kind == "hidden and splits":
             splits = torch.where(torch.arange(6) % 3 == 1, 2, 0).expand(2, 6)
         groups = anchoring.path_groups(self.path.config, self.pack, self.anchors, B, hidden, splits)
         seeds = torch.arange(12).view(2, 6)
@@ -73,6 +77,13 @@ class Case:
         return self.model(torch.tensor([text])).logits[0, -1]
 
 
+def corrected(path: MaskPathModel, h: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+    """A slot's state [d] once the token before it, of embedding [d], is known."""
+    head = heads.conditioner(path.heads)
+    inner = head.down.weight @ e if "markov" in path.heads else silu(head.down.weight @ torch.cat([e, h]))
+    return h + head.up.weight @ inner
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_slots_read_what_the_model_itself_says(kind: str) -> None:
@@ -90,8 +101,8 @@ def test_slots_read_what_the_model_itself_says(kind: str) -> None:
         torch.testing.assert_close(own[g, j], p.log_softmax(-1)[label])
         assert bool(slots.hits[g, j]) == (int(q.argmax()) == label)
         torch.testing.assert_close(kl[g, j], forward_kl(q[None], p[None])[0])
-        if "markov" in case.path.config.heads:
-            h = case.path.heads["markov"](rows.hidden[g, j], case.model.model.embed_tokens.weight[text[at + step - 1]])
+        if case.path.config.heads:
+            h = corrected(case.path, rows.hidden[g, j], case.model.model.embed_tokens.weight[text[at + step - 1]])
             want = case.backbone.logits(h[None, None])[0, 0].log_softmax(-1)[label]
             torch.testing.assert_close(rows.corrected("markov", False)[g, j], want)
         if step < 1:
@@ -146,14 +157,17 @@ def test_replay_starts_where_decoding_was_rejected(kind: str) -> None:
     assert moved > 4
 
 
-@pytest.mark.parametrize("kind, layout", [("shift", "known"), ("uno", "known"), ("hidden and splits", "hidden")])
+@pytest.mark.parametrize(
+    "kind, layout",
+    [("shift", "known"), ("uno", "known"), ("hidden and splits", "hidden"), ("shift, sampler", "known"),
+     ("hidden, sampler", "hidden")],
+)  # fmt: skip
 @torch.no_grad()
 def test_drafts_are_judged_as_the_heads_correct_them(kind: str, layout: str) -> None:
     """Against a forward of each text alone: the bonus calibrates, and the text's own token before a slot conditions."""
     case, k = Case(kind), 3
-    case.path.heads["markov"].up.weight *= 5
+    heads.conditioner(case.path.heads).up.weight.mul_(5 if "sampler" not in kind else 20)
     path, table, w = case.path, case.model.model.embed_tokens.weight, case.model.lm_head.weight
-    up, down = path.heads["markov"].up.weight, path.heads["markov"].down.weight
     cache, clean, taps = run_clean(case.backbone, case.pack)
     head = Head(case.backbone, chunk=50)
     match, chance = judge(case.backbone, head, case.pack, cache, clean, taps, 7, B, layout, k)
@@ -166,15 +180,16 @@ def test_drafts_are_judged_as_the_heads_correct_them(kind: str, layout: str) -> 
         case.backbone(chain(torch.tensor([0]), at), alone, torch.tensor([text[:at]]))
         alone.commit([at])
         if layout == "known":
-            plain = propose(case.backbone, alone, anchor, start, B, path.config)[0]
+            h = states(case.backbone, alone, anchor, start, B, path.config)
         else:
             inputs = draft_inputs(None, 1, B, 1, anchor.device)
-            states = case.backbone(block(start, B), alone, draft=inputs).draft[:, 1:]
-            plain = case.backbone.logits(heads.calibrated(path.heads, case.backbone, states, anchor))[0]
+            h = case.backbone(block(start, B), alone, draft=inputs).draft[:, 1:]
+            h = heads.calibrated(path.heads, case.backbone, h, anchor)
+        plain = case.backbone.logits(h)[0]
         for j, label in enumerate(text[at + 1 : at + B]):
             scores = plain[j]
-            if j or kind == "shift":  # a seed's output is the model's own, and a calibrator knows the bonus
-                scores = scores + w @ (up @ (down @ table[text[at + j]]))
+            if j or "shift" in kind:  # a seed's output is the model's own, and a calibrator knows the bonus
+                scores = w @ corrected(path, h[0, j], table[text[at + j]])
             few = plain[j].topk(k).indices
             guess = int(few[scores[few].argmax()])
             assert int(match[n, slot, j]) == (guess == label)
@@ -185,12 +200,13 @@ def test_drafts_are_judged_as_the_heads_correct_them(kind: str, layout: str) -> 
     assert seen > 40 and moved > 5
 
 
-def test_heads_learn_beside_the_path(tmp_path) -> None:
+@pytest.mark.parametrize("form", ["markov", "sampler"])
+def test_heads_learn_beside_the_path(form: str, tmp_path) -> None:
     """On answers seen again and again, each head comes to say more than a constant could."""
     model = tiny_float32()
     answers = answered(model, 6)
     terms = {"ce": 1.0, "markov": 1.0, "calibrator": 1.0, "confidence": 1.0, "length": 1.0}
-    adapter = {"block_size": 4, "layouts": ["known", "hidden"], "heads": list(ALL), "head_rank": 16}
+    adapter = {"block_size": 4, "layouts": ["known", "hidden"], "heads": [*OTHERS, form], "head_rank": 16}
     fields = dict(adapter=adapter, objectives=terms, max_steps=120, lr=1e-2, log_every=1000, anchors=24, ema=0.0)
     trainer = Trainer(config(tmp_path, **fields), model, answers, answers[:1])
     for step in range(120):
@@ -287,7 +303,7 @@ def test_expected_acceptance_on_samples_is_unbiased() -> None:
     "fields, message",
     [
         (dict(objectives={"markov": 1.0}), "adapter.heads does not name"),
-        (dict(adapter={"heads": ["length"]}), "no objective of its name"),
+        (dict(adapter={"heads": ["length"]}), "no objective 'length' that trains it"),
         (dict(growth=(8, 4)), "growth="),
         (dict(adapter={"style": "uno", "block_size": 8}, growth=(2, 8)), "blocks of 3 or more"),
         (dict(complement=True), "adapter.prefix_splits"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -73,6 +74,7 @@ def config(out, **fields) -> TrainConfig:
         {"causal": True},
         {"entry": 1, "taps": (1,), "tuning": "lora", "rank": 4},
         {"mask_embedding": "per_slot", "layouts": ("known", "hidden"), "heads": ("calibrator", "markov")},
+        {"layouts": ("known", "hidden"), "heads": ("calibrator", "sampler")},
     ],
 )
 def test_teacher_forced_tau_is_the_decoders(fields: dict, tmp_path) -> None:
@@ -80,7 +82,8 @@ def test_teacher_forced_tau_is_the_decoders(fields: dict, tmp_path) -> None:
     block = 5
     answers = [a for a in answered(model, 12) if len(a.answer) >= 2]
     shapes = {"length": 64, "rows": 3, "anchors": 12, "max_steps": 80, "lr": 1e-2, "log_every": 1000}
-    shapes["objectives"] = {"ce": 1.0, "dpace": 0.3} | {head: 1.0 for head in fields.get("heads", ())}
+    terms = ("markov" if head == "sampler" else head for head in fields.get("heads", ()))
+    shapes["objectives"] = {"ce": 1.0, "dpace": 0.3} | dict.fromkeys(terms, 1.0)
     trainer = Trainer(config(tmp_path, adapter={"block_size": block, **fields}, **shapes), model, answers, answers[:1])
     for _ in range(80):  # half learned: rounds of every length
         trainer.train_step()
@@ -122,6 +125,50 @@ def test_a_path_without_heads_starts_one_with_heads(tmp_path) -> None:
     narrow = config(tmp_path / "c", adapter={"block_size": 4, "mask_embedding": "one"}, init=fields["init"])
     with pytest.raises(ValueError, match=r"init=.*other shapes \['mask'\]"):
         Trainer(narrow, model, answers)
+
+
+@pytest.mark.parametrize("tuning, form", [("copy", "markov"), ("lora", "sampler")])
+def test_heads_alone_leave_the_path_as_it_was(tuning: str, form: str, tmp_path) -> None:
+    """To the bit, decay and averages notwithstanding; and no gradient goes below them."""
+    model, answers = tiny(), answered(tiny(), 8)
+    adapter = {
+        "block_size": 4,
+        "mask_embedding": "per_slot",
+        "layouts": ["known", "hidden"],
+        "tuning": tuning,
+        "rank": 4,
+    }
+    Trainer(config(tmp_path / "plain", adapter=adapter, max_steps=3), model, answers).train()
+    heads = {"heads": ["calibrator", "confidence", "length", form]}
+    terms = {n: {"weight": 1.0, "detach": True} for n in ("calibrator", "confidence", "length", "markov")}
+    fields = dict(init=str(tmp_path / "plain" / "adapter"), objectives=terms, weight_decay=0.5, max_steps=6, ema=0.5)
+    trainer = Trainer(config(tmp_path / "heads", adapter=adapter | heads, **fields), model, answers)
+    start = {k: v.clone() for k, v in trainer.path.state_dict().items()}
+    slots = trainer.slots(*trainer.draw(0))
+    assert not slots.rows.hidden.requires_grad and not slots.logp.requires_grad
+    assert slots.read.corrected("markov", True).requires_grad
+    trainer.train()
+    for name, value in trainer.path.state_dict().items():
+        assert torch.equal(value, start[name]) != name.startswith("heads."), name
+    kept, plain = (tmp_path / run / "adapter" for run in ("heads", "plain"))
+    for file in plain.glob("*.safetensors"):  # so the head can be added to the adapter that it was trained for
+        assert (kept / file.name).read_bytes() == file.read_bytes()
+
+
+def test_what_no_objective_reaches_stays_as_it_was(tmp_path) -> None:
+    """A parameter without a gradient knows neither decay nor drift of its average."""
+    fields = dict(weight_decay=0.5, objectives={"ce": 1.0, "markov": {"weight": 1e-9, "detach": True}})
+    adapter = {"block_size": 4, "heads": ["markov"]}
+    trainer = Trainer(config(tmp_path, adapter=adapter, **fields), tiny(), answered(tiny(), 8))
+    head, mix = list(trainer.path.heads.parameters()), trainer.mix
+    trainer.mix = dataclasses.replace(mix, terms=mix.terms[:1])
+    trainer.batches.mix = trainer.mix
+    start = [p.detach().clone() for p in head]
+    for _ in range(3):
+        trainer.train_step()
+    means = [m for p, m in zip(trainer.params, trainer.ema, strict=True) if any(p is h for h in head)]
+    for now, mean, before in zip(head, means, start, strict=True):
+        assert now.grad is None and torch.equal(now, before) and torch.equal(mean, before)
 
 
 def test_one_sample_is_learned_by_heart(tmp_path) -> None:

@@ -7,7 +7,8 @@ At T = 1 a slot is not right or wrong but accepted with a chance, the overlap of
 rounds that an answer takes are an expectation (`selfspec.training.acceptance`), along the same given answers.
 
 A path's heads correct its drafts as in decoding: a calibrator those that were drafted without their bonus, a Markov
-head every slot by the token before it. That token is the text's own here, which is exact up to a round's first miss.
+or sampler head every slot by the token before it. That token is the text's own here, which is exact up to a round's
+first miss.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def judge(
         n: groups of a row and forward.
         size: B.
         layout: "known" or "hidden".
-        few: candidates of a slot, where there is a Markov head.
+        few: candidates of a slot, where a head conditions them on the token before.
 
     Returns:
         1 or 0, and with what chance each is accepted at T = 1; -1 past the answer's end. [N, S, B - 1] long, float.
@@ -190,7 +191,7 @@ def judge(
         before = (chosen.clamp(min=0)[:, :, None] + steps - 1).clamp(max=clean.shape[1] - 1).flatten(1)
         target = clean.gather(1, before[:, :, None].expand(-1, -1, clean.shape[2])).flatten(0, 1)
         given = None
-        if "markov" in own:
+        if heads.conditioner(own) is not None:
             given = pack.tokens.gather(1, before).view(*chosen.shape, size - 1)
             # a seed row's output is the model's own, and a calibrator has told the first draft of its bonus already
             given = given.masked_fill((steps == 1) & (config.seed_row or calibrates), MASK).flatten()
@@ -215,8 +216,8 @@ def _compare(
         drafts: [M, d]
         target: [M, d]
         banned: a token that is never guessed.
-        before: [M] long, the token before each row's for the path's Markov head, below 0 for a row that it leaves
-            alone; None for a path without.
+        before: [M] long, the token before each row's for the head that conditions on it, below 0 for a row that it
+            leaves alone; None for a path without.
         few: candidates among which it chooses.
 
     Returns:

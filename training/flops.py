@@ -70,9 +70,9 @@ def flops(backbone: Backbone, done: Work) -> float:
 
     that is: clean rows go forward only; draft rows go forward and give a gradient of their inputs in every layer, but a
     gradient of weights in trained matrices only; attention's backward is twice its forward, keys and values of clean
-    rows having no gradient notwithstanding. A copy takes the place of a base matrix, a LoRA comes on top of it.
-    Recomputation, norms, embeddings, small heads, second
-    passes of some objectives and the optimizer count as nothing.
+    rows having no gradient notwithstanding. Where only heads are trained, draft rows go forward only: 2 Pe, 2 I and
+    2 Ae, and no D. A copy takes the place of a base matrix, a LoRA comes on top of it. Recomputation, norms,
+    embeddings, small heads, second passes of some objectives and the optimizer count as nothing.
     """
     entry = backbone.path.entry if backbone.path is not None else 0
     clean = forward = trained = 0
@@ -90,9 +90,16 @@ def flops(backbone: Backbone, done: Work) -> float:
     config = backbone.config
     heads = config.num_attention_heads
     width = [heads * (k + v) for _, k, v in backbone.kv_shapes]
-    attention = done.clean_pairs * sum(width) + 3 * done.draft_pairs * sum(width[entry:])
-    rows = done.clean * 2 * clean + done.draft * (4 * forward + 2 * trained + 4 * inputs)
+    back = not (isinstance(path, nn.Module) and _heads_alone(path))
+    attention = done.clean_pairs * sum(width) + (1 + 2 * back) * done.draft_pairs * sum(width[entry:])
+    rows = done.clean * 2 * clean + done.draft * (2 * (1 + back) * (forward + inputs) + 2 * back * trained)
     return float(rows + done.labels * 4 * head + 2 * attention)
+
+
+def _heads_alone(path: nn.Module) -> bool:
+    """Whether heads are in training and nothing else of the path is."""
+    trained = [name.startswith("heads.") for name, p in path.named_parameters() if p.requires_grad]
+    return bool(trained) and all(trained)
 
 
 def _matrices(layer: nn.Module) -> tuple[int, int, int]:

@@ -17,15 +17,20 @@ WARM = 3  # runs before the capture: compilation, lazy allocations and library h
 class Captured:
     """Runs a function eagerly a few times, then captures it and replays it.
 
-    Gradients stand where the graph adds to them: they have to be set to zero in place, not dropped.
+    Gradients stand where the graph adds to them: they have to be set to zero in place, not dropped. A parameter that
+    nothing has reached by the time of the capture has none, and needs none afterwards.
 
     Args:
         run: `run(pack, groups, given)`, which adds to gradients and returns tensors by name.
-        params: whose gradients it adds to.
+        params: whose gradients it may add to.
+
+    Raises:
+        RuntimeError: when called after a gradient that the graph adds to was dropped.
     """
 
     def __init__(self, run: Callable[[Pack, Groups, Tensor], dict[str, Tensor]], params: Sequence[nn.Parameter]):
         self.run, self.params = run, params
+        self.reached: list[nn.Parameter] = []  # those that the graph adds to
         self.calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Pack, Groups, Tensor] | None = None
@@ -34,7 +39,7 @@ class Captured:
 
     def __call__(self, pack: Pack, groups: Groups, given: Tensor) -> dict[str, Tensor]:
         """The same as `run`, on tensors of the same shapes each time."""
-        if self.graph is not None and any(p.grad is None for p in self.params):
+        if any(p.grad is None for p in self.reached):
             raise RuntimeError("a gradient was dropped under a captured step: zero it in place")
         self.calls += 1
         if self.calls <= WARM:
@@ -61,7 +66,7 @@ class Captured:
         # batches are laid out on another thread meanwhile, which may ask for page-locked memory
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.out = self.run(pack, groups, given)
-        self.graph = graph
+        self.graph, self.reached = graph, [p for p in self.params if p.grad is not None]
 
 
 def _flat(pack: Pack, groups: Groups, given: Tensor) -> list[Tensor]:

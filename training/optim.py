@@ -12,7 +12,19 @@ from torch.distributed.tensor import DTensor
 
 from selfspec.adapters import MaskPathModel
 from selfspec.training.config import TrainConfig
+from selfspec.training.objectives import Mix
 from selfspec.training.world import World, local
+
+
+def freeze(path: MaskPathModel, mix: Mix) -> None:
+    """Take the gradient from what no objective trains, so that no backward pass goes through the layers for it.
+
+    Args:
+        path: before its optimizer is made.
+        mix: the objectives; where all of them train heads alone, the rest of the path is left as it is.
+    """
+    if mix.heads_alone:
+        path.requires_grad_(False).heads.requires_grad_(True)
 
 
 def optimizer_of(path: MaskPathModel, config: TrainConfig, fused: bool) -> torch.optim.AdamW:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from selfspec.adapters import heads
 from selfspec.backbone import Backbone
 from selfspec.training import anchors as anchoring
 from selfspec.training.anchors import Groups
@@ -72,8 +73,12 @@ class Rows:
     def corrected(self, name: str, detach: bool) -> Tensor:
         """See `Readout`."""
         hidden = self.hidden.detach() if detach else self.hidden
-        given = self.before if name == "markov" else self.bonus[:, None].expand_as(self.before)
-        return self._logp(self.heads[name](hidden, self.head.backbone.embed(given)))
+        if name == "markov":
+            correct, given = heads.conditioner(self.heads), self.before
+        else:
+            correct, given = self.heads[name], self.bonus[:, None].expand_as(self.before)
+        assert correct is not None
+        return self._logp(correct(hidden, self.head.backbone.embed(given)))
 
     def predicted(self, name: str, detach: bool) -> Tensor:
         """See `Readout`."""

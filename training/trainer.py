@@ -29,7 +29,7 @@ from selfspec.training.flops import Work, mfu, total
 from selfspec.training.head import Head
 from selfspec.training.log import Log, Window, profiled
 from selfspec.training.objectives import Slots, dbloom
-from selfspec.training.optim import clip, lerp_, optimizer_of, swap_, swapped
+from selfspec.training.optim import clip, freeze, lerp_, optimizer_of, swap_, swapped
 from selfspec.training.pack import Pack, Packer
 from selfspec.training.readout import read
 from selfspec.training.replay import failures
@@ -95,6 +95,7 @@ class Trainer:
         self.path = MaskPathModel(model, self.path_config, wide)
         if config.init:
             checkpoint.load_weights(self.path, config.init, model)
+        freeze(self.path, self.mix)
         self.backbone = Backbone(model, self.path, backend)
         if self.mix.on_policy and self.world.sharded:
             raise ValueError("on-policy terms run the base model's own layers, which are split here: leave out FSDP")

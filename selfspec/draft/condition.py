@@ -1,10 +1,11 @@
-"""Drafts conditioned on the token before them, by an adapter's Markov head (DSpark, arXiv 2607.05147).
+"""Drafts conditioned on the token before them, by an adapter's Markov head (DSpark, arXiv 2607.05147) or sampler
+head (arXiv 2507.11851), which also sees the state of the slot that it corrects.
 
 A block's marginals know nothing of one another: the second word of "New York" may be paired with the first of "San
 Francisco". So every position offers its K most probable tokens by the marginals, and a head gives what each would be
 followed by,
 
-    log q(x_t = j | x_{t-1} = i) = log softmax(logits given i)[j]    over the whole vocabulary, i and j candidates.
+    log q(x_t = j | x_{t-1} = i) = log softmax(logits of t given i)[j]    over the whole vocabulary, i and j candidates.
 
 A chain then walks from candidate to candidate, always to the best; a tree grows best-first over these transitions (the
 idea of DominoTree; `draft.trees.domino` has the forms that look at the whole vocabulary at every step).

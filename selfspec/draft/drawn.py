@@ -3,7 +3,7 @@
 A tree's shape comes from the marginals alone, by any rule of `draft.trees` whose scores depend on depth and rank; then
 its places are filled with drawn tokens, siblings without replacement (Gumbel top-k; shape first and tokens second as in
 Tsubame, arXiv 2609.33652). Shape and q know nothing of the tokens drawn, and the noise is new in every round, so no
-decision can foresee a draw. An adapter's Markov head is left out: q is the plain marginals.
+decision can foresee a draw. An adapter's Markov or sampler head is left out: q is the plain marginals.
 """
 
 from __future__ import annotations

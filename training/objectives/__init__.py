@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from selfspec.adapters.config import CONDITIONERS
 from selfspec.training.objectives.bv import BlockVerification
 from selfspec.training.objectives.calibrator import Calibrator
 from selfspec.training.objectives.ce import CrossEntropy
@@ -36,7 +37,7 @@ from selfspec.training.objectives.vat import Vat
 
 __all__ = ["HEADS", "OBJECTIVES", "Mix", "Objective", "Slots"]
 
-HEADS: dict[str, type] = {  # terms that train the head of the same name
+HEADS: dict[str, type] = {  # terms that train a head: that of the same name, and "markov" the sampler head too
     "calibrator": Calibrator,
     "confidence": Confidence,
     "length": Length,
@@ -107,15 +108,21 @@ class Mix:
             ValueError: says which.
         """
         terms = {name for name, _, _ in self.terms if name in HEADS}
-        if missing := sorted(terms - set(heads)):
+        wanted = {head: "markov" if head in CONDITIONERS else head for head in heads}  # the term of every head
+        if missing := sorted(terms - set(wanted.values())):
             raise ValueError(f"the objective {missing[0]!r} trains a head that adapter.heads does not name")
-        if idle := sorted(set(heads) - terms):
-            raise ValueError(f"the head {idle[0]!r} has no objective of its name that trains it")
+        if idle := sorted(head for head, term in wanted.items() if term not in terms):
+            raise ValueError(f"the head {idle[0]!r} has no objective {wanted[idle[0]]!r} that trains it")
 
     @property
     def on_policy(self) -> bool:
         """Whether a term wants the verifier to judge the draft's own tokens."""
         return any(isinstance(t, OnPolicy) for _, _, t in self.terms)
+
+    @property
+    def heads_alone(self) -> bool:
+        """Whether every term trains a head and detaches the path under it."""
+        return all(name in HEADS and getattr(t, "detach", False) for name, _, t in self.terms)
 
     def divisors(self, steps: Tensor, valid: Tensor) -> Tensor:
         """One per term, at least a tiny number. [terms]"""

@@ -1,5 +1,5 @@
-"""Trains the Markov head: cross-entropy of every slot once the token before it has corrected it (DSpark,
-arXiv 2607.05147).
+"""Trains the Markov head (DSpark, arXiv 2607.05147) or the sampler head (Samragh et al. 2025, arXiv 2507.11851),
+whichever the path has: cross-entropy of every slot once the token before it has corrected it.
 
 `sum_k w_k CE'_k / sum_k w_k`, CE' with the head's bias for the text's own token before slot k (teacher forcing). The
 plain marginals keep their own terms, so a draft without the head still works. DSpark trains path and head together.

@@ -34,7 +34,8 @@ class Readout(Protocol):
         """`fn` against the verifier's logits after the draft's own tokens instead of the text's. [G, T]"""
 
     def corrected(self, name: str, detach: bool) -> Tensor:
-        """Log-probability of every label once a head ("markov", "calibrator") has corrected its slot. [G, T]"""
+        """Log-probability of every label once a head has corrected its slot: "calibrator", or "markov" for the one
+        that knows the token before, a sampler head too. [G, T]"""
 
     def predicted(self, name: str, detach: bool) -> Tensor:
         """Logits of a head that guesses about the draft: "confidence" [G, T], "length" [G, B]."""

@@ -43,7 +43,7 @@ def require(rule, drawn: bool, conditioned: bool) -> None:
     Args:
         rule: of `LENGTHS`.
         drawn: drafts are drawn and verified against q (rejection or block verification).
-        conditioned: confidences depend on the drafts' earlier tokens (a Markov head, a loop).
+        conditioned: confidences depend on the drafts' earlier tokens (a Markov or sampler head, a loop).
 
     Raises:
         ValueError: says what to do.
