@@ -30,6 +30,7 @@ from selfspec.session import Request, Session
 from selfspec.settings import eos_ids
 
 AUTO = "auto"
+RECORDED = 5000  # tokens of a recording beyond a run's, at most
 RULE = "lengths="
 FIELDS = {"b": "block_size", "nodes": "tree_nodes", "groups": "groups", "verify": "verify_length", "passes": "passes"}
 
@@ -254,15 +255,19 @@ def contest(
     Yields:
         The runs that count, repeat by repeat.
     """
+    apart = 3 * slots  # prompts between the beginnings of two repeats
+    mean = statistics.mean(cap for _, cap in arena.prompts)
+    all_texts = tokens + min(int((repeats - 1) * apart * mean), RECORDED)  # what is recorded is what will be measured
     for turn in range(warm):
         for name in names:
             if late():
                 return
-            arena.run(name, slots, tokens, record=turn == warm - 1 and name != AUTO)
+            record = turn == warm - 1 and name != AUTO
+            arena.run(name, slots, all_texts if record else tokens, record=record)
     for repeat in range(repeats):
         if late():
             return
-        start, at = (repeat * slots * 3) % len(arena.prompts), repeat % len(names)
+        start, at = (repeat * apart) % len(arena.prompts), repeat % len(names)
         for name in [*names[at:], *names[:at]]:
             yield arena.run(name, slots, tokens, start)
 
