@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from selfspec.clock import Clock
-from selfspec.plan.planner import Assignment, View
+from selfspec.plan.planner import Assignment
 from selfspec.request import Request
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Who stands where in the next round; it changes only as requests join and leave.
-
-    Attributes:
-        requests: of its rows; None idles along.
-        running: those that do not.
-        key: what a captured round of them is valid for; None where the host has to look, or they differ.
-    """
-
-    requests: list[Request | None]
-    running: list[Request]
-    key: Hashable | None
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Flight:
     """A round or a prefill that was started, and whose outcome the host has not read."""
 
@@ -41,6 +26,8 @@ class Flight:
     ran: list[Request]  # who shares its time
     assignment: Assignment | None = None  # of a round
     warm: bool = False  # nothing was compiled or captured for it
+    drafts: float = 0.0  # forwards that drafted for each request
+    new: list[Request] = field(default_factory=list)  # those whose first round it is
 
 
 @dataclass
@@ -48,22 +35,31 @@ class Landed:
     """What came of a flight for the requests that are still there.
 
     Attributes:
+        rows: of its result.
         kept: what each emitted.
         ended: those that have to leave; one whose tokens are chosen one by one may have ended long before.
-        took: of a round, by the ids of those that took part: tokens of each, and whether it left a draft.
-        drafted: ids of those that it left one.
+        short: by row, of those that have left, now or before: how many tokens they were given.
+        drafted: ids of those that a round left a draft.
     """
 
+    rows: list[list[int]]
     kept: list[tuple[Request, list[int]]] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
-    took: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    short: dict[int, int] = field(default_factory=dict)
     drafted: set[int] = field(default_factory=set)
 
-    def by(self, views: Sequence[View]) -> tuple[list[int], list[bool], list[bool]]:
-        """For each of a round's views the tokens emitted, whether the request has left, whether it left a draft."""
-        took = [self.took.get(id(v.key)) for v in views]
-        gone = [t is None or bool(v.key.finish_reason) for t, v in zip(took, views)]  # type: ignore[attr-defined]
-        return [t[0] if t else 0 for t in took], gone, [bool(t and t[1]) for t in took]
+    def told(self, flight: Flight) -> tuple[list[int], list[bool], list[bool]]:
+        """For each request that ran in a round the tokens emitted, whether it has left, whether it has a draft."""
+        emitted = [row[0] for row in self.rows]
+        gone, ready = [False] * len(emitted), [False] * len(emitted)
+        if self.drafted:
+            ready = [id(r) in self.drafted for r in flight.requests]
+        for i, tokens in self.short.items():
+            emitted[i], gone[i] = tokens, True
+        if len(flight.ran) < len(emitted):
+            there = [r is not None for r in flight.requests]
+            return list(compress(emitted, there)), list(compress(gone, there)), list(compress(ready, there))
+        return emitted, gone, ready
 
 
 def read(flight: Flight, lengths: list[int]) -> Landed:
@@ -73,25 +69,32 @@ def read(flight: Flight, lengths: list[int]) -> Landed:
         flight: has arrived.
         lengths: committed positions by slot; they grow.
     """
-    out = Landed()
-    for r, row in zip(flight.requests, flight.result.tolist(), strict=True):
-        if r is None or r.slot is None:  # who has left since
+    out, verified = Landed(flight.result.tolist()), flight.assignment is not None
+    plain = flight.assignment is not None and flight.assignment.plan.nodes == 1
+    saves = flight.assignment is not None and flight.assignment.plan.overlap
+    for i, (r, row) in enumerate(zip(flight.requests, out.rows, strict=True)):
+        if r is None:
+            continue
+        slot = r.slot
+        if slot is None:  # it has left since
+            out.short[i] = 0
             continue
         count = row[0]
         kept = r.take(row[1 : 1 + count])
         out.kept.append((r, kept))
+        if verified:
+            lengths[slot] += count
+            if plain:  # `Shares` counts them, for all as if they had emitted something
+                if not kept:
+                    r.stats.accepted[1] -= 1
+            elif kept or r.failure is None:  # otherwise it emitted nothing: no round of its own
+                r.stats.count(len(kept))
+                if saves and row[-1]:
+                    r.stats.saved += 1
+                    out.drafted.add(id(r))
         if r.finish_reason is not None:
             out.ended.append(r)
-        if flight.assignment is None:
-            continue
-        lengths[r.slot] += count
-        if r.failure is not None and not kept:  # it emitted nothing: no round of its own
-            continue
-        r.stats.count(len(kept))
-        out.took[id(r)] = len(kept), bool(row[-1])
-        if row[-1]:
-            r.stats.saved += 1
-            out.drafted.add(id(r))
+            out.short[i] = len(kept)
     return out
 
 
@@ -104,13 +107,3 @@ def sent(result: Tensor) -> tuple[Tensor, Any]:
     arrived = torch.cuda.Event()
     arrived.record()
     return landing, arrived
-
-
-def book(requests: list[Request], clock: Clock) -> float:
-    """Share a round's time out among its requests. Returns its seconds."""
-    laps = clock.read()
-    for name, seconds in laps.items():
-        share = seconds / len(requests)
-        for r in requests:
-            r.stats.seconds[name] += share  # type: ignore[assignment]
-    return sum(laps.values())

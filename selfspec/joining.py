@@ -77,9 +77,10 @@ class Joining:
             lengths[slot] += count
         through = [i for i, r in enumerate(run) if lengths[places[i]] == goal(r)]
         fresh = [i for i in through if not run[i].output]
-        if taps is not None and self.slots.features is not None:
-            for i in through:
-                self.slots.features[places[i]] = taps[i]
+        if taps is not None and self.slots.features is not None and through:
+            assert which is not None
+            some = onto(through, self.backbone.device)
+            self.slots.features[which[some]] = taps[some]
         new, ready = [run[i] for i in fresh], [run[i] for i in through]
         tokens = torch.empty(0, dtype=torch.long, device=self.backbone.device)
         if new:
@@ -88,7 +89,8 @@ class Joining:
                 some = onto(fresh, self.backbone.device)
                 last, which = last[some], which[some]
             tokens = self._choose(new, last, which, chooser)
-        self.requests = [r for r in self.requests if not any(r is x for x in ready)]
+        done = set(ready)  # requests are told apart by identity
+        self.requests = [r for r in self.requests if r not in done]
         return list(zip(run, counts)), ready, new, tokens
 
     def _forward(
@@ -126,10 +128,12 @@ class Joining:
         width = real = 0
         for r in self.requests:
             neighbour = self.anywhere or not run or slot_of(r) == slot_of(run[0]) + len(run)
-            if not neighbour or any(self.prefixes.worth(r.prompt, other.prompt) for other in run):
+            if not neighbour or self.prefixes.awaited(r.prompt, (other.prompt for other in run)):
                 break  # one of these is about to compute a prefix that the request can then copy
+            before = self.cache.lengths[slot_of(r)]
             have = self.prefixes.fetch(slot_of(r), (r.prompt + r.output)[: goal(r)], held)
-            self.slots.start[r.slot] = have
+            if have != before:
+                self.slots.start[r.slot] = have
             own = min(CHUNK, goal(r) - have)
             wider, real = max(width, own), real + own
             rows = wider * (len(run) + 1)

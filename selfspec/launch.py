@@ -51,7 +51,7 @@ def launch(
         result = rounds.play(*what, graphs, clock)
         clock.lap("rest")
         return result, not graphs.enabled
-    full = ("round", frame, plan, redraft, key, rounds.pruning)
+    full = ("round", frame, plan, redraft, rounds.chooser.verify, key, rounds.pruning)
     if not pruned:
         warm = full in graphs
         result = graphs(full, partial(rounds.play, *what, plainly, None))

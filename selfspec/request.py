@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -36,6 +37,7 @@ class Request:
         device: where its text is kept for processors and criteria; its session says.
         drawn: the session's verifier draws whole paths, whatever the processors; likewise.
         plain: its tokens are taken as they come: neither lazy, nor with criteria, nor with scores to keep; likewise.
+        kind: `choose.graph_key` of it alone; likewise.
         slot: the cache slot that it holds in its session.
         past: keys and values of a text that it continues; once it has ended, its own if `keep_past` says so.
         keep_past: keep them.
@@ -55,6 +57,7 @@ class Request:
     device: torch.device | None = None
     drawn: bool = False
     plain: bool = False
+    kind: Hashable | None = None
     slot: int | None = None
     past: PastText | None = None
     keep_past: bool = False
@@ -96,18 +99,28 @@ class Request:
 
         What was chosen one by one has been taken already.
         """
-        if not self.plain and self.lazy:
+        if self.plain:
+            output = self.output
+            if len(output) + len(tokens) < self.max_new_tokens and self.eos.isdisjoint(tokens):
+                output += tokens  # of hundreds of requests hardly any gets further
+                return tokens
+            return self._take_last(tokens)
+        if self.lazy:
             kept, self._fresh = self._fresh, []
             return kept
-        if not self.plain and (self.criteria or self.keeps):
-            kept = []
-            for i, token in enumerate(tokens):
-                if self.finish_reason is None:
-                    self._keep(i)
-                    self.push(token)
-                    kept.append(token)
-            self._seen = None
-            return kept
+        if not (self.criteria or self.keeps):
+            return self._take_last(tokens)
+        kept = []
+        for i, token in enumerate(tokens):
+            if self.finish_reason is None:
+                self._keep(i)
+                self.push(token)
+                kept.append(token)
+        self._seen = None
+        return kept
+
+    def _take_last(self, tokens: list[int]) -> list[int]:
+        """Append what may be an answer's last tokens."""
         kept = tokens[: self.max_new_tokens - len(self.output)]
         if not self.eos.isdisjoint(kept):
             end = next(i for i, t in enumerate(kept) if t in self.eos)

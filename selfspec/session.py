@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 
@@ -12,18 +13,20 @@ from selfspec.backbone import Backbone
 from selfspec.choose import Chooser, graph_key
 from selfspec.clock import Clock
 from selfspec.decode import Frame
-from selfspec.flights import Flight, Rows, book, read, sent
+from selfspec.flights import Flight, read, sent
 from selfspec.graphs import Graphs, capturable
 from selfspec.joining import Door, Joining, goal, slot_of
 from selfspec.launch import launch
 from selfspec.memory import tail_rows
 from selfspec.past import PastText
 from selfspec.plan import Plan
-from selfspec.plan.planner import Assignment, Fixed, Policy, View
+from selfspec.plan.planner import Assignment, Fixed, Policy, Views
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
 from selfspec.rounds import Rounds, verifier_of
+from selfspec.seats import Rows, Seats
 from selfspec.slots import Slots
+from selfspec.stats import Shares
 from selfspec.transfer import onto
 from selfspec.turns import in_turn
 
@@ -78,8 +81,9 @@ class Session:
         self.door = Door()
         self.queue = Joining(backbone, self.cache, self.slots, self.prefixes, self.graphs)
         self.rounds = Rounds(bodies, self.cache, self.slots, self.chooser, self.graphs.enabled)
-        self.requests: list[Request | None] = [None] * slots  # by slot
-        self._rows: Rows | None = None  # of the next round, while nobody joins or leaves
+        self.seats = Seats(slots)
+        self.requests = self.seats.requests  # by slot
+        self._shares = Shares()
         self._flights: deque[Flight] = deque()
         self._landed: list[tuple[Request, list[int]]] = []  # read between steps
         self._saved: Plan | None = None  # the overlapped plan whose drafts all requests have, or know to lack
@@ -143,7 +147,7 @@ class Session:
     @property
     def taken(self) -> int:
         """Requests that hold a slot."""
-        return len(self.requests) - self.requests.count(None)
+        return self.seats.taken
 
     def room(self, waiting: int, most: int | None = None) -> int:
         """How many of so many that wait to add now, `most` at most; none while it is better to let others come free.
@@ -166,16 +170,15 @@ class Session:
             raise ValueError(f"{taken}; {len(requests)} more do not fit")
         for r in requests:
             r.device, r.drawn = self.backbone.device, self.chooser.draws
-            r.plain = not (r.lazy or r.criteria or r.keeps)
+            r.plain, r.kind = not (r.lazy or r.criteria or r.keeps), graph_key([r])
             text = r.prompt + r.output
-            r.slot = self.prefixes.place([i for i, x in enumerate(self.requests) if x is None], text[: goal(r)])
-            self.requests[r.slot] = r
+            slot = self.prefixes.place(self.seats.free, text[: goal(r)])
+            self.seats.take(r, slot)
             self.joining.append(r)
-            self._rows = None
             if r.past is not None and not r.output:
-                r.past.load(self.cache, r.slot, r.prompt)
+                r.past.load(self.cache, slot, r.prompt)
             seed = 0 if r.sampling is None else r.sampling.seed
-            self.slots.put(r.slot, text, self.cache.lengths[r.slot], len(r.prompt), seed)
+            self.slots.put(slot, text, self.cache.lengths[slot], len(r.prompt), seed)
 
     def check(self, request: Request) -> None:
         """Refuse what would fail, or end in wrong positions, once it runs beside others.
@@ -270,56 +273,42 @@ class Session:
 
     def _arranged(self) -> Rows:
         """The next round's rows, gaps closed where that makes the forward smaller."""
-        if self._rows is None:
-            used = [i for i, r in enumerate(self.requests) if r is not None]
-            n = self._bucket(len(used))
-            if movers := [i for i in used if i >= n]:
-                self._move(movers, [i for i in range(n) if self.requests[i] is None][: len(movers)])
-            rows = [None if r in self.joining else r for r in self.requests[:n]]
-            running = [r for r in rows if r is not None]
-            keys = {graph_key([r]) for r in running}
-            key = (self.chooser.verify, *keys) if len(keys) == 1 and None not in keys else None
-            self._rows = Rows(rows, running, key)
-        return self._rows
-
-    def _move(self, sources: list[int], targets: list[int]) -> None:
-        """Take requests to other slots."""
-        self.cache.move(sources, targets, sum(f.reach for f in self._flights))
-        self.slots.move(sources, targets)
-        self.prefixes.move(sources, targets)
-        for old, new in zip(sources, targets):
-            self.requests[new], self.requests[old] = self.requests[old], None
-            self.requests[new].slot = new  # type: ignore[union-attr]
-            self.slots.left[old] = 0
+        n = self._bucket(self.taken)
+        sources, targets = self.seats.gaps(n)
+        if sources:
+            self.cache.move(sources, targets, sum(f.reach for f in self._flights))
+            for part in (self.slots, self.prefixes, self.seats):
+                part.move(sources, targets)
+        return self.seats.rows(n)
 
     def _start(self) -> None:
         """Start one round of the first slots; with a key it needs no look of the host."""
         rows = self._arranged()
         requests, running, key = rows.requests, rows.running, rows.key
-        assignment = self._plan(running)
-        plan, clock = assignment.plan, Clock(self.backbone.device)
+        assignment = self._plan(rows)
+        plan, clock = assignment.plan, Clock(self.slots.start.device)
         size = plan.block_size
         if not self.graphs.enabled:  # a graph has one shape; elsewhere rows cost, and nobody can take more
             size = min(size, max(r.max_new_tokens - len(r.output) for r in running))
         redraft = plan != self._saved
         frame = self._frame(range(len(requests)), plan.rows)
-        idle = IDLE if key is None else running[0]  # chosen for like any other, and kept by nobody
-        given = [r or idle for r in requests]
+        self.slots.write()
+        given = rows.given(IDLE)
         result, warm = launch(self.rounds, self.graphs, key, plan, frame, size, redraft, given, clock)
-        self._saved = plan if plan.overlap else None
+        self._saved, drafts = plan if plan.overlap else None, 0.0
         if plan.drafts and redraft and size > 1:
             depth = 1 - self.rounds.config(self.bodies[plan.adapter]).entry / self.backbone.n_layers
-            for r in running:
-                r.stats.drafts += depth * (plan.passes if plan.loop else 1)
+            drafts = depth * (plan.passes if plan.loop else 1)
         result, arrived = sent(result)
-        self._flights.append(Flight(requests, result, arrived, clock, result.shape[1] - 2, running, assignment, warm))
+        new, reach = self.seats.fresh(), result.shape[1] - 2
+        self._flights.append(Flight(requests, result, arrived, clock, reach, running, assignment, warm, drafts, new))
 
-    def _plan(self, running: list[Request]) -> Assignment:
+    def _plan(self, rows: Rows) -> Assignment:
         """What the policy wants for the next round, which is one for all."""
         if not self._asks:
             return Assignment((), self.policy.plans[0])
-        reach, lengths, saved = sum(f.reach for f in self._flights), self.cache.lengths, self._saved is not None
-        views = [View(r, lengths[slot_of(r)], max(1, r.max_new_tokens - len(r.output) - reach), saved) for r in running]
+        reach = sum(f.reach for f in self._flights if f.assignment is not None)
+        views = rows.views(self.cache.lengths, reach, self._saved is not None)
         assignments = self.policy.round(views)
         if len(assignments) != 1:
             raise ValueError(
@@ -328,7 +317,7 @@ class Session:
             )
         plan = assignments[0].plan
         if self._saved is not None and plan != self._saved:  # what was saved is dropped
-            return Assignment(tuple(replace(v, saved=False) for v in views), plan)
+            return Assignment(views.without_drafts(), plan)
         return assignments[0]
 
     def _land(self) -> None:
@@ -336,31 +325,39 @@ class Session:
         flight = self._flights.popleft()
         if flight.arrived is not None:
             flight.arrived.synchronize()
-        planned, landed = flight.assignment, read(flight, self.cache.lengths)
+        planned, laps = flight.assignment, flight.clock.read()
+        if planned is None:
+            for r in flight.ran:
+                r.stats.seconds["prefill"] += laps["prefill"] / len(flight.ran)  # type: ignore[assignment]
+        else:
+            for r in flight.new:
+                if r.slot is not None:
+                    self._shares.enter(r.stats)
+            self._shares.add(planned.plan.nodes == 1, flight.drafts, laps, len(flight.ran))
+        landed = read(flight, self.cache.lengths)
         self._landed += landed.kept
-        seconds = book(flight.ran, flight.clock)
         if planned is not None:
-            if planned.views and landed.took:  # in large batches somebody has left since every other round
-                emitted, gone, saved = landed.by(planned.views)
-                known = Assignment(tuple(map(self._found, planned.views)), planned.plan)
-                self.policy.observe(known, emitted, seconds, gone, saved, cold=not flight.warm)
+            if planned.views and landed.kept:  # in large batches somebody has left since every other round
+                emitted, gone, ready = landed.told(flight)
+                known = Assignment(Views.of(planned.views).found(self._drafted), planned.plan)
+                seconds = sum(laps.values())
+                self.policy.observe(known, emitted, seconds, gone, ready, cold=not flight.warm)
             self._drafted = landed.drafted
         for r in landed.ended:
             self._leave(r)
 
-    def _found(self, view: View) -> View:
-        """A request's view of a round; whether a saved draft was really there nobody knew when it started."""
-        return view if not view.saved or id(view.key) in self._drafted else replace(view, saved=False, missed=True)
-
     def _chunk(self) -> None:
         """Prefill the next positions of the first that join, and choose the first tokens of those that are through."""
-        clock = Clock(self.backbone.device)
+        clock = Clock(self.slots.start.device)
+        self.slots.write()
         run, through, new, tokens = self.queue.chunk(self.requests, self._frame, self.chooser)
         if through:  # what is new has its first token
             left = [r.max_new_tokens - max(1, len(r.output)) for r in through]
             which, budget = onto([[slot_of(r) for r in through], left], self.slots.left.device)
             self.slots.left[which] = budget
-            self._saved = self._rows = None
+            self._saved = None
+            for r in through:
+                self.seats.start(r)
         for r, count in run:
             r.stats.prompt_tokens += count
         one = torch.ones_like(tokens)
@@ -373,13 +370,12 @@ class Session:
 
     def _leave(self, request: Request) -> None:
         """Free a request's slot."""
-        slot, request.slot = request.slot, None
-        assert slot is not None
+        slot = self.seats.leave(request)
         if request.keep_past and request.finish_reason is not None and request.failure is None:
             request.past = PastText.of(self.cache, slot, request.prompt + request.output, self.backbone.embeddings)
-        self.requests[slot] = self._rows = None
+        self._shares.leave(request.stats)
         self.door.left(request.stats.rounds)
-        self.slots.left[slot] = 0
+        self.slots.stop(slot)
         if request in self.joining:
             self.joining.remove(request)
         self.policy.forget(request)
@@ -393,7 +389,11 @@ class Session:
         """The next forward's requests, whose first slot counts if they are neighbours, and K of its graph."""
         if not self.graphs.enabled:
             return Frame(places[0], len(places))
-        longest = max(self.cache.lengths[s] for s in places if self.requests[s] is not None)
+        lengths, held = self.cache.lengths, self.requests
+        if isinstance(places, range):  # several times as fast, and every round asks
+            longest = max(compress(lengths[places.start : places.stop], held[places.start : places.stop]))
+        else:
+            longest = max(lengths[s] for s in places if held[s] is not None)
         n_keys = longest + sum(f.reach for f in self._flights) + n_rows
         bucket = KEYS << max(0, (n_keys - 1) // KEYS).bit_length()
         return Frame(places[0], len(places), min(bucket, self.cache.capacity + self.cache.tail))

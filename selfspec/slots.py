@@ -41,7 +41,10 @@ class Slots:
             return torch.zeros(n, *shape, dtype=dtype, device=device)
 
         self.text = zeros(capacity + LONGEST + 1)
-        self.start, self.left, self.prompt, self.seed = zeros(), zeros(), zeros(), zeros()
+        self._numbers = torch.zeros(4, n, dtype=torch.long, device=device)
+        self.start, self.left, self.prompt, self.seed = self._numbers
+        self._new: dict[int, tuple[list[int], int, int, int]] = {}  # to be written: text, start, prompt, seed by slot
+        self._idle: list[int] = []  # slots to be stopped
         self.features = zeros(features, dtype=dtype) if features else None
         self.saved: Tensor | None = None
         self.told = Forecast()
@@ -71,7 +74,7 @@ class Slots:
         return Text(self.text[which], self.prompt[which], self.seed[which])
 
     def put(self, slot: int, text: list[int], start: int, prompt: int, seed: int) -> None:
-        """Take in a request that no round advances yet.
+        """Take in a request that no round advances yet; `write` tells the device.
 
         Args:
             slot: its row.
@@ -80,13 +83,32 @@ class Slots:
             prompt: tokens of the prompt.
             seed: of sampling.
         """
-        self.text[slot, : len(text)] = onto(text, self.text.device)
-        self.start[slot], self.left[slot], self.prompt[slot], self.seed[slot] = start, 0, prompt, seed
+        self._new[slot] = text, start, prompt, seed
+
+    def stop(self, slot: int) -> None:
+        """No round may advance this one any more; `write` tells the device."""
+        self._idle.append(slot)
+
+    def write(self) -> None:
+        """Write what changed since the last time, in few copies: before each forward, and before rows move."""
+        if self._idle:
+            self.left.index_fill_(0, onto(self._idle, self.left.device), 0)
+            self._idle.clear()
+        if self._new:
+            width = max(len(text) for text, *_ in self._new.values())
+            rows = [[slot, start, 0, prompt, seed] for slot, (_, start, prompt, seed) in self._new.items()]
+            texts = [text + [0] * (width - len(text)) for text, *_ in self._new.values()]
+            numbers, text = onto(rows, self.text.device).T, onto(texts, self.text.device)
+            self._numbers[:, numbers[0]] = numbers[1:]
+            self.text[numbers[0], :width] = text
+            self._new.clear()
 
     def move(self, sources: list[int], targets: list[int]) -> None:
-        """Copy rows to other places, over what stood there; no slot may be in both lists."""
+        """Copy rows to other places, over what stood there; no slot may be in both lists. The old ones stop."""
+        self.write()
         old, new = onto([sources, targets], self.text.device)
-        drafts = self.saved, self.states, *self.told, self.ready
-        for t in (self.text, self.start, self.left, self.prompt, self.seed, self.features, *drafts):
+        self._numbers[:, new] = self._numbers[:, old]
+        self.left.index_fill_(0, old, 0)
+        for t in (self.text, self.features, self.saved, self.states, *self.told, self.ready):
             if t is not None:
                 t[new] = t[old]

@@ -12,23 +12,32 @@ class Stats:
     """Counts of one request, or summed over requests.
 
     Attributes:
-        rounds: verify forwards.
-        tokens: tokens emitted by verification, bonus included, the prefill's token excluded, trimmed at EOS and cap.
+        accepted: how many rounds emitted k tokens, bonus included, the prefill's token excluded, cut at EOS and cap.
         drafts: draft forwards, in units of a full-depth forward (a draft from layer e of L costs (L - e) / L).
-        accepted: how many rounds emitted k tokens.
         saved: rounds whose verification drafted for the outcome that came, so that the next needs no draft pass.
         prompt_tokens: tokens prefilled.
         seconds: time spent in "prefill", "draft", "verify" and "rest", or in a "round" that one graph holds; requests
             that share a forward share its time.
+
+    What is the same for all requests of a round, its time and drafts and the one token of plain rounds, is booked as
+    the request leaves its slot.
     """
 
-    rounds: int = 0
-    tokens: int = 0
-    drafts: float = 0.0
     accepted: Counter[int] = field(default_factory=Counter)
+    drafts: float = 0.0
     saved: int = 0
     prompt_tokens: int = 0
     seconds: Counter[str] = field(default_factory=Counter, compare=False)
+
+    @property
+    def rounds(self) -> int:
+        """Verify forwards."""
+        return sum(self.accepted.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens emitted by verification."""
+        return sum(k * n for k, n in self.accepted.items())
 
     @property
     def tau(self) -> float:
@@ -49,20 +58,52 @@ class Stats:
 
     def count(self, emitted: int) -> None:
         """Book one round that emitted so many tokens."""
-        self.rounds += 1
-        self.tokens += emitted
         self.accepted[emitted] += 1
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
-            self.rounds + other.rounds,
-            self.tokens + other.tokens,
+            _sum(self.accepted, other.accepted),
             self.drafts + other.drafts,
-            self.accepted + other.accepted,
             self.saved + other.saved,
             self.prompt_tokens + other.prompt_tokens,
-            self.seconds + other.seconds,
+            _sum(self.seconds, other.seconds),
         )
+
+
+class Shares:
+    """What all requests of a round have an equal share in: its time, its drafting, the one token of a plain round.
+
+    It is added up once a round, and a request is given what came together since its first round when it leaves: that
+    costs the same for one request and for hundreds.
+    """
+
+    def __init__(self) -> None:
+        self._plain, self._drafts, self._seconds = 0, 0.0, Counter[str]()
+        self._since: dict[int, tuple[int, float, Counter[str]]] = {}  # what there was as each came, by its id
+
+    def enter(self, stats: Stats) -> None:
+        """A request shares in what is added from now on."""
+        self._since[id(stats)] = self._plain, self._drafts, self._seconds.copy()
+
+    def add(self, plain: bool, drafts: float, seconds: dict[str, float], requests: int) -> None:
+        """Book a round: whether all emit one token, forwards that drafted, and its time, of so many requests."""
+        self._plain += plain
+        self._drafts += drafts
+        for name, spent in seconds.items():
+            self._seconds[name] += spent / requests  # type: ignore[assignment]
+
+    def leave(self, stats: Stats) -> None:
+        """Give a request what it has shared in; nothing to one that never entered."""
+        before = self._since.pop(id(stats), None)
+        if before is None:
+            return
+        plain, drafts, seconds = before
+        if self._plain > plain:
+            stats.accepted[1] += self._plain - plain
+        stats.drafts += self._drafts - drafts
+        for name, spent in self._seconds.items():
+            if spent > seconds[name]:
+                stats.seconds[name] += spent - seconds[name]
 
 
 def total(stats: list[Stats]) -> Stats:
@@ -74,3 +115,11 @@ def mean_tau(stats: list[Stats]) -> float:
     """Mean over responses of each one's tau, leaving out those that never reached a round."""
     taus = [s.tau for s in stats if s.rounds]
     return sum(taus) / len(taus) if taus else 0.0
+
+
+def _sum(a: Counter, b: Counter) -> Counter:
+    """The counts of both; Counter's own sum takes several times as long."""
+    out = Counter(a)
+    for key, n in b.items():
+        out[key] += n
+    return out

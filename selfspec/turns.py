@@ -58,6 +58,10 @@ def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(self.bodies) == 1:  # `turns` in a tenth of the time
+            with self.bodies[0].turn as turn:
+                turn.order(self.bodies[0].device)
+                return method(self, *args, **kwargs)
         with turns(self.bodies):
             return method(self, *args, **kwargs)
 

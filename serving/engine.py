@@ -23,7 +23,7 @@ from selfspec.plan import Plan
 from selfspec.plan.planner import Fixed, Policy
 from selfspec.serving.lane import Lane, allot, classes, most_slots
 from selfspec.serving.metrics import Metrics
-from selfspec.serving.ticket import Event, Ticket
+from selfspec.serving.ticket import Event, Running, Ticket
 from selfspec.session import Request
 
 PATIENCE = 64  # rounds that a request waits before running ones make room for a lane of its length
@@ -70,7 +70,7 @@ class Engine:
         self.classes = classes(reach if limit is None else min(reach, limit))
         self.cost = {c: slot_bytes(self.backbone, self.plan.plans, c) for c in self.classes}
         self.lanes: dict[int, Lane] = {}
-        self.running: dict[Request, Ticket] = {}
+        self.running = Running()
         self.metrics = Metrics()
         self.rounds = 0
         self._queues: dict[int, list[Ticket]] = {c: [] for c in self.classes}
@@ -78,7 +78,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Ticket]] = []
         self._arrivals: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
-        self._late: list[Event] = []  # of requests that had ended when they were to be taken out
+        self._late: list[Event] = []  # of what was on its way when requests were taken out
         self._stepping = threading.Lock()
         self._count, self._lacking = 0, 0  # tickets so far; the round since which a class lacks memory
         self._counting = threading.Lock()
@@ -135,11 +135,11 @@ class Engine:
         with self._stepping:
             events = self._arrive()
             events += self._admit()
+            events += self._late
+            self._late = []
             for lane in list(self.lanes.values()):
                 if lane.running:
                     events += self._round(lane)
-            late, self._late = self._late, []
-            events += late
             self.rounds += 1
             self.metrics.look(len(self.running), self.waiting, self.reserved)
             return events
@@ -256,12 +256,13 @@ class Engine:
         if ticket.request.finish_reason is not None:
             self._late.append(self._finished(ticket))
             return
+        if len(ticket.request.output) > ticket.seen:
+            self._late.append(Event(ticket, self._fresh(ticket)))
         self._requeue(ticket)
         self.metrics.preemptions += 1
 
     def _requeue(self, ticket: Ticket) -> None:
-        del self.running[ticket.request]
-        ticket.lane = None
+        self.running.leave(ticket)
         self._queue(ticket)
 
     # ---- admission
@@ -284,7 +285,7 @@ class Engine:
         if lane.room(waiting, self.slots - len(self.running)):
             return True
         head = self._next(lane) if waiting else None
-        return head is not None and any(t.priority < head.priority for t in self.running.values())
+        return head is not None and self.running.any_below(head.priority)
 
     def _next(self, lane: Lane) -> Ticket | None:
         """Who gets a free slot: its own class, or a shorter one without a lane; else any shorter one."""
@@ -292,13 +293,13 @@ class Engine:
         own = [t for t in heads if t.length == lane.capacity or t.length not in self.lanes]
         ticket = next(iter(own or heads), None)
         several = ticket is not None and ticket.alone and lane.running
-        guarded = any(self.running[r].alone for r in lane.running)
+        guarded = self.running.alone and any(self.running[r].alone for r in lane.running)
         return None if several or guarded else ticket
 
     def _room(self, ticket: Ticket) -> Lane | None:
         """A slot for a request of higher priority, taken from the newest of the lowest."""
         lanes = [lane for lane in self.lanes.values() if lane.capacity >= ticket.length]
-        if ticket.alone or not lanes:
+        if ticket.alone or not lanes or not self.running.any_below(ticket.priority):
             return None
         free = next((lane for lane in lanes if lane.free), None)
         lower = [t for t in self.running.values() if t.priority < ticket.priority]  # at most times nobody
@@ -317,7 +318,7 @@ class Engine:
             lane.add(ticket.request)
         except ValueError as error:
             return [self._ended(ticket, "error", str(error))]
-        ticket.lane, self.running[ticket.request] = lane, ticket
+        self.running.enter(ticket, lane)
         if ticket.admitted is None:
             ticket.admitted = time.monotonic()
             self.metrics.wait.add(ticket.admitted - ticket.arrived)
@@ -326,28 +327,36 @@ class Engine:
     # ---- rounds
 
     def _round(self, lane: Lane) -> list[Event]:
-        tickets = [self.running[r] for r in lane.running]  # those that end leave the lane
         try:
-            lane.step()
+            emitted = lane.step()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # not a request's own processor, which ends it alone; one of them is the cause
-            lane.close()
-            del self.lanes[lane.capacity]
-            unfinished = [t for t in tickets if t.request.finish_reason is None]
-            if len(tickets) == 1 and unfinished:
-                unfinished[0].request.finish_reason = "error"
-                return [self._ended(unfinished[0], "error", f"{type(error).__name__}: {error}")]
-            for ticket in unfinished:
-                ticket.alone = True
-                self._requeue(ticket)
+            return self._failed(lane, error)
         events = []
-        for ticket in tickets:
-            request = ticket.request
+        for request, _ in emitted:
+            if (ticket := self.running.get(request)) is None:  # it was told of already
+                continue
             if request.finish_reason is not None:
                 events.append(self._finished(ticket))
-            elif len(request.output) > ticket.seen:
-                events.append(Event(ticket, self._fresh(ticket)))
+            elif tokens := self._fresh(ticket):
+                events.append(Event(ticket, tokens))
+        return events
+
+    def _failed(self, lane: Lane, error: Exception) -> list[Event]:
+        """A round raised: all of its requests go back into the queue, each to run alone; one that did so ends."""
+        tickets = [self.running[r] for r in lane.running]
+        lane.close()
+        del self.lanes[lane.capacity]
+        events = [self._finished(t) for t in tickets if t.request.finish_reason is not None]
+        for ticket in [t for t in tickets if t.request.finish_reason is None]:
+            if len(tickets) == 1:
+                ticket.request.finish_reason = "error"
+                return [self._ended(ticket, "error", f"{type(error).__name__}: {error}")]
+            if tokens := self._fresh(ticket):
+                events.append(Event(ticket, tokens))
+            self._requeue(ticket)
+            ticket.alone = True
         return events
 
     def _finished(self, ticket: Ticket) -> Event:
@@ -359,11 +368,12 @@ class Engine:
     def _fresh(self, ticket: Ticket) -> list[int]:
         """Tokens that no event has told of."""
         tokens = ticket.request.output[ticket.seen :]
-        ticket.seen += len(tokens)
-        if tokens and ticket.first is None:
-            ticket.first = time.monotonic()
-            self.metrics.first.add(ticket.first - ticket.arrived)
-        self.metrics.tokens += len(tokens)
+        if tokens:
+            ticket.seen += len(tokens)
+            self.metrics.tokens += len(tokens)
+            if ticket.first is None:
+                ticket.first = time.monotonic()
+                self.metrics.first.add(ticket.first - ticket.arrived)
         return tokens
 
     def _end(self, ticket: Ticket, reason: str, error: str | None = None) -> Event:
@@ -380,8 +390,8 @@ class Engine:
         return self._ended(ticket, request.finish_reason or reason, error)
 
     def _ended(self, ticket: Ticket, reason: str, error: str | None = None) -> Event:
-        self.running.pop(ticket.request, None)
-        ticket.lane, ticket.finish_reason, ticket.error = None, reason, error
+        self.running.leave(ticket)
+        ticket.finish_reason, ticket.error = reason, error
         tokens = self._fresh(ticket)
         self.metrics.ended(reason, ticket.request.stats, time.monotonic() - ticket.arrived)
         return Event(ticket, tokens, reason, error)

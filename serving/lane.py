@@ -44,7 +44,7 @@ class Lane:
         self.slots, self.capacity = slots, capacity
         self.session: Session | None = Session(bodies, plan, slots, capacity, verify, reuse=reuse)
         self.nbytes = self.session.cache.nbytes  # of its keys and values
-        self.running: list[Request] = []
+        self.running: dict[Request, None] = {}  # in the order in which they came
 
     @property
     def open(self) -> Session:
@@ -68,12 +68,15 @@ class Lane:
             ValueError: it cannot be served.
         """
         self.open.add([request])
-        self.running.append(request)
+        self.running[request] = None
 
-    def step(self) -> None:
-        """A prefill chunk and a round; requests hold what was emitted."""
-        self.open.step()
-        self.running = [r for r in self.running if r.finish_reason is None]
+    def step(self) -> list[tuple[Request, list[int]]]:
+        """A prefill chunk and a round. Returns what requests emitted, those too that ended as others were taken out."""
+        emitted = self.open.step()
+        for request, _ in emitted:
+            if request.finish_reason is not None:
+                self.running.pop(request, None)
+        return emitted
 
     def leave(self, request: Request, end: bool = False) -> None:
         """Take a running request out. It may turn out to have ended, in a round whose outcome nobody had read yet.
@@ -82,7 +85,7 @@ class Lane:
             request: runs here.
             end: for good.
         """
-        self.running.remove(request)
+        del self.running[request]
         if request.slot is not None:
             (self.open.cancel if end else self.open.release)(request)
 
@@ -90,7 +93,7 @@ class Lane:
         """Give the memory back, whatever state the session is in."""
         with contextlib.suppress(Exception):
             self.open.clear()
-        self.running, self.session = [], None
+        self.running, self.session = {}, None
 
 
 def classes(longest: int | None) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from selfspec.serving.lane import Lane
@@ -51,3 +52,34 @@ class Event:
     tokens: list[int]
     finish_reason: str | None = None
     error: str | None = None
+
+
+class Running(dict[Request, Ticket]):
+    """Tickets of the requests that hold a slot, and what is asked about all of them between rounds.
+
+    Attributes:
+        alone: how many of them may only run by themselves.
+    """
+
+    def __init__(self) -> None:
+        self._priorities: Counter[int] = Counter()
+        self.alone = 0
+
+    def enter(self, ticket: Ticket, lane: Lane) -> None:
+        """It has a slot."""
+        ticket.lane, self[ticket.request] = lane, ticket
+        self._priorities[ticket.priority] += 1
+        self.alone += ticket.alone
+
+    def leave(self, ticket: Ticket) -> None:
+        """It has none any more, if it had."""
+        ticket.lane = None
+        if self.pop(ticket.request, None) is not None:
+            self.alone -= ticket.alone
+            self._priorities[ticket.priority] -= 1
+            if not self._priorities[ticket.priority]:
+                del self._priorities[ticket.priority]
+
+    def any_below(self, priority: int) -> bool:
+        """Whether some have a lower priority."""
+        return bool(self._priorities) and min(self._priorities) < priority

@@ -58,6 +58,7 @@ class Rounds:
         self.body, self.cache = body, body.new_cache(1, capacity, 40)
         self.slots, self.frame = Slots(1, capacity, body.device), Frame(0, 1)
         self.slots.put(0, prompt, 0, len(prompt), 0)
+        self.slots.write()
         last, _ = decode.prefill(
             body, self.cache, self.slots, self.frame, torch.tensor([len(prompt)]), width=len(prompt)
         )

@@ -250,7 +250,7 @@ def test_what_fails_beyond_a_processor_ends_one_request_and_no_other(model, monk
     def failing(self):
         if tickets[2].request in self.running and len(tickets[2].request.output) > 4:
             raise IndexError("no such thing")
-        step(self)
+        return step(self)
 
     monkeypatch.setattr(Lane, "step", failing)
     finish(engine)

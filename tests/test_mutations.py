@@ -208,7 +208,7 @@ def last_of_the_forward(values, index):
 
 
 def untrimmed(self, emitted):
-    self.rounds, self.tokens = self.rounds + 1, self.tokens + max(emitted, 2)
+    self.accepted[max(emitted, 2)] += 1
 
 
 @dataclass

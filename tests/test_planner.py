@@ -353,3 +353,16 @@ def test_requests_that_leave_take_what_was_learnt_of_them_along():
     before = own.trials
     planner.forget(0)
     assert own.trials == pytest.approx(0.75 * before)
+
+
+def test_plain_decoding_that_stays_the_best_is_compared_rarely():
+    planner = Planner(costs(1.0, 0), CHAINS, probe=0.0)
+    for n, most in ((16, 60), (16, 8), (64, 60), (64, 8)):  # the first rounds of so many requests compare often
+        views, before = [View(i, 100) for i in range(n)], len(planner.log)
+        for _ in range(200):
+            [assignment] = planner.round(views)
+            assert assignment.plan == AR
+            planner.observe(assignment, [1] * n, planner.costs.round(AR, n, 100.0) / 1e3)
+        assert 1 <= len(planner.log) - before <= most
+    planner.round([View(i, 100) for i in range(65)])
+    assert planner.log[-1].number == planner.rounds

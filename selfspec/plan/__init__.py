@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 MODES = ("ar", "lookup", "sequential", "loop", "overlap", "tree")
@@ -53,27 +54,27 @@ class Plan:
         if self.passes < 2 or self.adapter < 0:
             raise ValueError(f"passes={self.passes} must be at least 2 and adapter={self.adapter} at least 0")
 
-    @property
+    @cached_property
     def drafts(self) -> bool:
         """Whether rounds draft with a mask path."""
         return self.mode not in ALONE and self.block_size > 1
 
-    @property
+    @cached_property
     def lookup(self) -> bool:
         """Whether drafts are looked up in the text."""
         return self.mode == "lookup" and self.block_size > 1
 
-    @property
+    @cached_property
     def overlap(self) -> bool:
         """Whether the next draft is computed inside the verify forward."""
         return self.drafts and "overlap" in self.mode
 
-    @property
+    @cached_property
     def loop(self) -> bool:
         """Whether further draft passes regenerate what follows a prefix of the first."""
         return self.drafts and "loop" in self.mode
 
-    @property
+    @cached_property
     def tree(self) -> bool:
         """Whether drafts are trees rather than chains."""
         return self.drafts and "tree" in self.mode
@@ -83,19 +84,19 @@ class Plan:
         """Whether drafts are chains that a mask path drafts: what length rules prune."""
         return self.drafts and not self.tree
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of a request in the largest forward."""
         return max(self.nodes + self.group_rows, self.block_size if self.drafts else 1)
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         """Clean rows that a request verifies in a round, the anchor included."""
         if not self.drafts and not self.lookup:
             return 1
         return self.tree_nodes + 1 if self.tree else self.verify_length or self.block_size
 
-    @property
+    @cached_property
     def group_rows(self) -> int:
         """Draft rows that ride in a request's verify forward."""
         if not self.overlap:

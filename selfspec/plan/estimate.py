@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ class Family(NamedTuple):
     block: int = 0
 
 
+@cache
 def families(plan: Plan) -> tuple[Family, Family]:
     """The families of a plan's rounds: with a draft made for the round, and with one saved by an overlapped round."""
     if plan.lookup:
@@ -153,8 +155,8 @@ class Estimator:
         self,
         keys: Sequence[Hashable],
         family: Family,
-        offered: Sequence[int],
-        accepted: Sequence[int],
+        offered: Sequence[int] | np.ndarray,
+        accepted: Sequence[int] | np.ndarray,
         features: np.ndarray | None = None,
     ) -> None:
         """Book a round.

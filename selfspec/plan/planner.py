@@ -15,62 +15,16 @@ from selfspec.plan.cost import Costs, Pace
 from selfspec.plan.estimate import DEPTH, Estimator, families
 from selfspec.plan.probe import Probe
 from selfspec.plan.value import Values
+from selfspec.plan.views import Assignment, View, Views
 
 if TYPE_CHECKING:
     from selfspec.pruning import Pruning
 
 POOL = ("all requests",)  # the key of a batch that is taken as one
+LONGEST = 8  # times as many rounds pass between two comparisons while plain decoding stays the best
+KNOWN = 16  # timed rounds after which not every one is booked
 SURE = 3  # timed rounds after which a cost is known
 UNBOUNDED = 1 << 30  # tokens left: caps bite only in a text's last rounds, which no change of plans would repay
-
-
-@dataclass(frozen=True)
-class View:
-    """What a planner sees of a running request before a round.
-
-    Attributes:
-        key: the request.
-        context: committed positions.
-        left: tokens that it may still emit.
-        saved: whether an overlapped round left it a draft.
-        missed: an overlapped round left it none, and none is made: its next round verifies nothing but the anchor.
-        lookup: tokens that its own text suggests; None where nobody looked.
-        feature: how hard its text is, see `Estimator.curves`; None where it is not known.
-    """
-
-    key: Hashable
-    context: int
-    left: int = 1 << 30
-    saved: bool = False
-    missed: bool = False
-    lookup: int | None = None
-    feature: float | None = None
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """Requests that run a round together."""
-
-    views: tuple[View, ...]
-    plan: Plan
-
-    @property
-    def keys(self) -> list[Hashable]:
-        """The requests."""
-        return [v.key for v in self.views]
-
-    @property
-    def context(self) -> float:
-        """Mean committed positions."""
-        return sum(v.context for v in self.views) / len(self.views)
-
-    @property
-    def offered(self) -> list[int]:
-        """Drafts that each request can accept; a tree's depth counts, not its nodes."""
-        p = self.plan
-        depth = (p.block_size if p.tree else p.nodes) - 1
-        looked = [depth if v.lookup is None or not p.lookup else min(depth, v.lookup) for v in self.views]
-        return [0 if v.missed else max(min(d, v.left - 1), 0) for d, v in zip(looked, self.views, strict=True)]
 
 
 class Policy(Protocol):
@@ -111,7 +65,7 @@ class Fixed:
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """All requests together."""
-        return [Assignment(tuple(active), self.plans[0])] if active else []
+        return [Assignment(Views.of(active), self.plans[0])] if active else []
 
     def prune(self, assignment: Assignment, survival: np.ndarray) -> list[int]:
         """Everything is verified."""
@@ -169,7 +123,8 @@ class Planner:
         patience: relative gains that have to add up over rounds before a change; 1 % does not count. Plain decoding
             comes back sooner.
         dwell: rounds between two changes.
-        every: rounds between two comparisons while the same requests run.
+        every: rounds between two comparisons while the same requests run; while plain decoding stays the best, up to
+            eight times as many.
         probe: share of the time for modes not in use.
         split: let a batch run as two rounds of different shapes; a `Session` runs one.
         packed: verification rows are packed, so that `prune` may give each request its own length; otherwise rows stand
@@ -213,6 +168,8 @@ class Planner:
         self._keys: Sequence[Hashable] = ()
         self._members: set[Hashable] = set()
         self._looked = 0  # round of the last comparison
+        self._pause = every  # rounds until the next one
+        self._seen: list[Hashable] | None = None  # keys of the last round, as they were handed over
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """A plan for every running request.
@@ -225,23 +182,28 @@ class Planner:
         """
         if not active:
             return []
-        n, all_keys = len(active), [v.key for v in active]
-        self.values.joined(not self._members.issuperset(all_keys))
-        self._members, keys = set(all_keys), self._judged(all_keys)
+        views = Views.of(active)
+        n, keys = len(views), self._judged(views.keys)
+        joined = False
+        if views.keys is not self._seen:  # a session hands over the same list while the same requests run
+            members = set(views.keys)
+            joined = not self._members.issuperset(members)
+            self._members, self._seen = members, views.keys
+        self.values.joined(joined)
         self.rounds += 1
         self._since += 1
         if (bucket := (n - 1).bit_length()) != self._bucket:
             self._before[self._bucket] = self.current
             self._bucket, self.current, self._keys = bucket, self._before.get(bucket, ()), ()
             self._since = self._lead = 0.0
-        settled = self._since > 4 * self.dwell and self.rounds < self._looked + self.every
-        if keys == self._keys and settled and not self.probe.running:
-            return self._assigned(active, self._last)
-        context, m = sum(v.context for v in active) / n, len(keys)
-        seen = np.array([np.nan if v.feature is None else v.feature for v in active])
-        known = m == n or not np.isnan(seen).all()
-        features = (seen if m == n else np.nanmean(seen, keepdims=True)) if known else None
-        offers = np.array([DEPTH if v.lookup is None else v.lookup for v in active]).reshape(m, -1).mean(1).astype(int)
+        due = self._since <= 4 * self.dwell or not self._keys or self.rounds >= self._looked + self._pause
+        if not due and keys == self._keys and not self.probe.running:
+            return self._assigned(views, self._last)
+        context, m, features = views.context, len(keys), views.features
+        if features is not None and m < n:
+            features = np.nanmean(features, keepdims=True)
+        looked = [DEPTH if found is None else found for found in views.lookups or [None] * n]
+        offers = np.array(looked).reshape(m, -1).mean(1).astype(int)
         survival = self.estimator.all(keys, features).cumprod(2)
         tokens, hit = self.values.tokens(survival, np.full(m, UNBOUNDED), offers)
         tokens *= n / m
@@ -257,9 +219,11 @@ class Planner:
         else:
             parts, why = self._best(tokens, ms, n)
             self._last, self._keys, self._looked = parts, keys, self.rounds
+            idle = why == "keep" and self.current == (self._plain,)  # nothing is learnt of drafts meanwhile
+            self._pause = min(2 * self._pause, LONGEST * self.every) if idle else self.every
         chosen = tuple((self.plans[k], len(members)) for k, members in parts)
         self.log.append(Decision(self.rounds, context, tokens.sum(0), ms[:, -1], chosen, why))
-        return self._assigned(active, parts)
+        return self._assigned(views, parts)
 
     def _beyond(self, n: int) -> bool:
         """Whether rounds of so many requests are extrapolated by the table."""
@@ -273,10 +237,11 @@ class Planner:
         """Whom acceptance is estimated for: each request, or a batch as one."""
         return keys if self.split or len(keys) == 1 else POOL
 
-    def _assigned(self, active: Sequence[View], parts: list[tuple[int, list[int]]]) -> list[Assignment]:
+    def _assigned(self, views: Views, parts: list[tuple[int, list[int]]]) -> list[Assignment]:
         if len(parts) == 1:
-            return [Assignment(tuple(active), self.plans[parts[0][0]])]
-        return [Assignment(tuple(active[i] for i in members), self.plans[k]) for k, members in parts]
+            return [Assignment(views, self.plans[parts[0][0]])]
+        each = list(views)
+        return [Assignment([each[i] for i in members], self.plans[k]) for k, members in parts]
 
     def _best(self, tokens: np.ndarray, ms: np.ndarray, n: int) -> tuple[list[tuple[int, list[int]]], str]:
         """The parts to run, and why: the best ones, or those in use where the best gain too little.
@@ -366,27 +331,36 @@ class Planner:
             hits: of an overlap, whether each request has a saved draft now.
             cold: it was compiled or captured first: its seconds are the price of a first use.
         """
-        plan, views, k = assignment.plan, assignment.views, self.index[assignment.plan]
-        offered, accepted = list(assignment.offered), [max(e - 1, 0) for e in emitted]
-        if ended is not None:
-            offered = [min(o, a) if e else o for o, a, e in zip(offered, accepted, ended, strict=True)]
-        made, saved = families(plan)
-        for family, want in ((made, False), (saved, True)) if plan.overlap else ((made, None),):
-            who = [i for i, v in enumerate(views) if offered[i] and (want is None or v.saved == want)]
-            if who:
-                features = np.array([np.nan if views[i].feature is None else views[i].feature for i in who], float)
-                picked = [offered[i] for i in who], [accepted[i] for i in who]
-                keys = self._judged([v.key for v in views])
-                keys = POOL * len(who) if keys == POOL else [views[i].key for i in who]
-                self.estimator.observe(keys, family, *picked, features)
+        plan, views, k = assignment.plan, Views.of(assignment.views), self.index[assignment.plan]
+        if plan.nodes > 1:
+            self._learn(plan, views, np.asarray(emitted), ended)
         if plan.overlap and hits is not None:
             there = [hit for hit, tokens in zip(hits, emitted, strict=True) if tokens]
             self.values.saw(k, sum(there), len(there))
-        made_for = sum(not v.saved and not v.missed for v in views)
-        expected = self.costs.round(plan, len(views), assignment.context, made_for)
-        if seconds is not None:
-            self.pace.observe(k, len(views), expected, 1e3 * seconds, cold)
-        self.probe.observe(plan, expected if seconds is None else 1e3 * seconds)
+        n, ms = len(views), None if seconds is None else 1e3 * seconds
+        # of plain rounds, whose time hardly changes, a part says enough
+        if ms is None or plan.nodes > 1 or cold or self.rounds % self.every == 0 or self.pace.known(k, n) < KNOWN:
+            made_for = n - sum(views.saved) - sum(views.missed)
+            expected = self.costs.round(plan, n, views.context, made_for)
+            if ms is not None:
+                self.pace.observe(k, n, expected, ms, cold)
+        self.probe.observe(plan, expected if ms is None else ms)
+
+    def _learn(self, plan: Plan, views: Views, emitted: np.ndarray, ended: Sequence[bool] | None) -> None:
+        """Tell the estimator which drafts were accepted."""
+        offered, accepted = views.offered(plan), np.maximum(emitted - 1, 0)
+        if ended is not None:
+            offered = np.where(ended, np.minimum(offered, accepted), offered)
+        made, saved = families(plan)
+        for family, want in ((made, False), (saved, True)) if plan.overlap else ((made, None),):
+            who = np.flatnonzero(offered > 0)
+            if want is not None:
+                who = who[np.array(views.saved or [False] * len(views))[who] == want]
+            if len(who):
+                keys = self._judged(views.keys)
+                keys = POOL * len(who) if keys == POOL else [views.keys[i] for i in who]
+                features = None if views.features is None else views.features[who]
+                self.estimator.observe(keys, family, offered[who], accepted[who], features)
 
     def forget(self, key: Hashable) -> None:
         """A request is gone."""
@@ -394,6 +368,7 @@ class Planner:
         if key in self._members and len(self._members) > 1:
             self.estimator.renew(POOL[0], 1 / len(self._members))
         self._members.discard(key)
+        self._seen = None
         if key in self._keys:  # nor is it held in memory, with the keys and values that it may have kept
             self._keys = ()
 

@@ -1,0 +1,144 @@
+"""What a planner sees of running requests, and what it tells a session to do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from selfspec.plan import Plan
+
+
+@dataclass(frozen=True)
+class View:
+    """What a planner sees of a running request before a round.
+
+    Attributes:
+        key: the request.
+        context: committed positions.
+        left: tokens that it may still emit.
+        saved: whether an overlapped round left it a draft.
+        missed: an overlapped round left it none, and none is made: its next round verifies nothing but the anchor.
+        lookup: tokens that its own text suggests; None where nobody looked.
+        feature: how hard its text is, see `Estimator.curves`; None where it is not known.
+    """
+
+    key: Hashable
+    context: int
+    left: int = 1 << 30
+    saved: bool = False
+    missed: bool = False
+    lookup: int | None = None
+    feature: float | None = None
+
+
+@dataclass(eq=False)  # frozen ones take three times as long to make
+class Views(Sequence[View]):
+    """`View`s of a batch, column by column: to make hundreds takes longer than to plan. Nothing of it changes later.
+
+    Attributes:
+        keys: the requests; the same list as long as the same ones run, so that nobody has to compare them.
+        contexts: [n] committed positions.
+        ends: [n] long, positions after which each has ended.
+        reach: positions that rounds on their way may have committed.
+        saved: [n] bool, as in `View`.
+        missed: [n] bool, likewise.
+        lookups: [n], likewise; None where nobody looked.
+        features: [n] float, nan where one is not known; None where none is.
+    """
+
+    keys: list[Any]
+    contexts: list[int]
+    ends: np.ndarray
+    reach: int = 0
+    saved: list[bool] = field(default_factory=list)
+    missed: list[bool] = field(default_factory=list)
+    lookups: list[int | None] | None = None
+    features: np.ndarray | None = None
+
+    @staticmethod
+    def of(views: Sequence[View]) -> Views:
+        """The columns of some views."""
+        if isinstance(views, Views):
+            return views
+        contexts = [v.context for v in views]
+        ends = np.array([v.context + v.left for v in views], np.int64)
+        looked = any(v.lookup is not None for v in views)
+        felt = any(v.feature is not None for v in views)
+        features = [np.nan if v.feature is None else v.feature for v in views]
+        return Views(
+            [v.key for v in views], contexts, ends, 0, [v.saved for v in views], [v.missed for v in views],
+            [v.lookup for v in views] if looked else None, np.array(features, float) if felt else None,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, i: Any) -> Any:
+        return list(self)[i]
+
+    def __iter__(self) -> Iterator[View]:
+        n = len(self)
+        lookups = [None] * n if self.lookups is None else self.lookups
+        features = [None] * n if self.features is None else [None if np.isnan(f) else f for f in self.features.tolist()]
+        saved, missed = self.saved or [False] * n, self.missed or [False] * n
+        columns = self.keys, self.contexts, self.left.tolist(), saved, missed, lookups, features
+        return (View(*row) for row in zip(*columns, strict=True))
+
+    @cached_property
+    def context(self) -> float:
+        """Mean committed positions."""
+        return sum(self.contexts) / len(self.contexts)
+
+    @cached_property
+    def left(self) -> np.ndarray:
+        """Tokens that each may still emit, at least. [n] long"""
+        return np.maximum(self.ends - np.array(self.contexts) - self.reach, 1)
+
+    def without_drafts(self) -> Views:
+        """What was saved is dropped."""
+        return replace(self, saved=[], missed=[])
+
+    def found(self, drafted: Collection[int]) -> Views:
+        """Whether a saved draft was really there nobody knew when the round started. drafted: ids of whom it was."""
+        if not any(self.saved):
+            return self
+        saved = [s and id(key) in drafted for s, key in zip(self.saved, self.keys, strict=True)]
+        return replace(self, saved=saved, missed=[s and not there for s, there in zip(self.saved, saved)])
+
+    def offered(self, plan: Plan) -> np.ndarray:
+        """Drafts that each request can accept; a tree's depth counts, not its nodes. [n] long"""
+        depth = (plan.block_size if plan.tree else plan.nodes) - 1
+        if depth < 1:
+            return np.zeros(len(self), np.int64)
+        most: Any = depth
+        if plan.lookup and self.lookups is not None:
+            most = np.array([depth if found is None else min(depth, found) for found in self.lookups])
+        room = np.clip(self.left - 1, 0, most)
+        return np.where(self.missed, 0, room) if any(self.missed) else room
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Requests that run a round together."""
+
+    views: Sequence[View]
+    plan: Plan
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """The requests."""
+        return Views.of(self.views).keys
+
+    @property
+    def context(self) -> float:
+        """Mean committed positions."""
+        return Views.of(self.views).context
+
+    @property
+    def offered(self) -> list[int]:
+        """Drafts that each request can accept; a tree's depth counts, not its nodes."""
+        return Views.of(self.views).offered(self.plan).tolist()
