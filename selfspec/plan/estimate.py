@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,7 @@ class Family(NamedTuple):
     block: int = 0
 
 
+@cache
 def families(plan: Plan) -> tuple[Family, Family]:
     """The families of a plan's rounds: with a draft made for the round, and with one saved by an overlapped round."""
     if plan.lookup:
