@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import pytest
 import tiny
@@ -9,7 +10,7 @@ from selfspec import explain, options, shapes
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.plan.cost import Costs
-from selfspec.plan.latency import Latency
+from selfspec.plan.latency import Latency, measure
 from selfspec.plan.planner import Assignment, Fixed
 from selfspec.plan.simulate import Recorder, simulate
 from selfspec.plan.table import LatencyTable
@@ -141,7 +142,7 @@ def test_the_simulator_foretells_time():
     plan, sizes = Plan("sequential", 8), Sizes((1, 8), (1,), (32,), (8,))
     ratios = []
     for _ in range(3):  # a shared machine may be three times slower a second later
-        table = tabulate(loaded.backbone, sizes)
+        table = tabulate(loaded.backbone, sizes, measured=partial(measure, repeats=9))
         recorder, seconds, done = Recorder(), 0.0, 0
         for chosen, emitted, spent in explain.rounds(loaded, Fixed(plan), Request([5] * 16, 24)):
             recorder.note(chosen, [done], emitted)

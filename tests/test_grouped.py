@@ -26,7 +26,7 @@ def pack_of(length, rows, seed=0):
     return Packer(docs, length, rows).batch(0)
 
 
-def layout_of(size, causal, anchors=9, length=96, rows=2, seed=0):
+def layout_of(size, causal, anchors=5, length=96, rows=2, seed=0):
     pack = pack_of(length, rows, seed)
     drawn = anchoring.sample(pack, anchors, anchoring.generator(seed, 0))
     return anchoring.groups(pack.to(DEVICE), drawn.to(DEVICE), size, causal=causal).layout, length
@@ -48,7 +48,7 @@ def run(name, layout, length, heads, kv_heads, width, dtype):
 
 
 @pytest.mark.parametrize("size, causal", [(16, False), (5, False), (4, True)])
-@pytest.mark.parametrize("heads, kv_heads, width", [(6, 2, 16), (3, 3, 24)])
+@pytest.mark.parametrize("heads, kv_heads, width", [(6, 2, 16), (2, 2, 24)])
 def test_outputs_and_gradients_are_those_of_the_dense_mask(size, causal, heads, kv_heads, width):
     layout, length = layout_of(size, causal)
     got = run("grouped", layout, length, heads, kv_heads, width, torch.float32)
@@ -72,7 +72,7 @@ def test_half_precision():
 def test_a_backbone_trains_the_same_by_it():
     model = model_of(dtype=torch.float32)
     pack = pack_of(48, 2)
-    drawn = anchoring.sample(pack, 6, anchoring.generator(3, 0))
+    drawn = anchoring.sample(pack, 3, anchoring.generator(3, 0))
     found = []
     for name in ("sdpa", "grouped"):
         path = path_of(model, 0.2).requires_grad_(True)

@@ -78,6 +78,22 @@ def direct(file):
     )
 
 
+def unpacked(file):
+    """A Llama's tensors under transformers' names, by the gguf package alone: in a fraction of `direct`'s time."""
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "attn_norm": "input_layernorm"}
+    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {"attn_output": "self_attn.o_proj"}
+    names |= {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")} | {"ffn_norm": "post_attention_layernorm"}
+    reader, out = gguf.GGUFReader(file), {}
+    heads = {x: reader.get_field(f"llama.attention.head_count{y}").contents() for x, y in (("q", ""), ("k", "_kv"))}
+    for tensor in reader.tensors:
+        block, part = tensor.name.removesuffix(".weight").rpartition(".")[::2]
+        values = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        if n := heads.get(part.removeprefix("attn_")):  # the rotary pairs: side by side in the file, halves apart here
+            values = values.unflatten(0, (n, -1, 2)).transpose(1, 2).reshape(values.shape)
+        out[f"{block.replace('blk', 'model.layers')}.{names[part]}.weight".removeprefix(".")] = values
+    return out
+
+
 def same_weights(model, other):
     ours, theirs = model.state_dict(), other.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -187,7 +203,9 @@ def test_a_missing_package_is_named_with_its_install_command(tmp_path, cache, mo
 @pytest.mark.slow
 def test_the_embedded_model_answers():  # in the real cache: other tests want it too
     model, tokenizer = hub.load("smollm2-135m-instruct")
-    assert same_weights(model, direct(hub.embedded_file("smollm2-135m-instruct")))
+    ours, theirs = model.state_dict(), unpacked(hub.embedded_file("smollm2-135m-instruct"))
+    assert ours.pop("lm_head.weight") is not None and model.lm_head.weight is model.model.embed_tokens.weight  # tied
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     special = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     assert special == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
     chat = [{"role": "user", "content": "What is the capital of France?"}]

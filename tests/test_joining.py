@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_session import Replayed
-from tiny import build, model_of, reference
+from tiny import SLIGHT, model_of, reference
 
 from selfspec import joining
 from selfspec.backbone import Backbone
@@ -55,12 +55,14 @@ def test_short_texts_go_in_more_at_a_time_and_long_ones_fewer(clock):
 @pytest.mark.parametrize("by", ["rounds", "engine"])
 def test_a_queue_is_answered_in_its_order_through_fewer_prefills(monkeypatch, clock, by):
     """With the door prompts share their prefills, and texts are the same."""
-    base = build("Llama", torch.float32, num_hidden_layers=1)
+    base = model_of("Llama", torch.float32, **SLIGHT)
     asked = [([1 + i, 3, 1 + i % 7], 2 + i % 8) for i in range(14)]
+    truth = [reference(base, [p], n)[0] for p, n in asked]
     model, graphs, counts = SelfSpecModel(base), [], []
     model.bodies = [Backbone(base, backend="triton")]
     model.backbone = model.bodies[0]
     monkeypatch.setattr(joining, "LIVES", 8.0)
+    monkeypatch.setattr(joining, "NARROWEST", 4)
     monkeypatch.setattr("selfspec.session.Graphs", lambda *_: graphs.append(Replayed()) or graphs[-1])
     for admit in (lambda self, slots, free, waiting: min(free, waiting), Door.admit):
         monkeypatch.setattr(Door, "admit", admit)
@@ -76,7 +78,7 @@ def test_a_queue_is_answered_in_its_order_through_fewer_prefills(monkeypatch, cl
         for emitted in news:
             first |= {r: len(first) for r, tokens in emitted if tokens and r not in first}
         assert sorted(first, key=first.get)[8:] == requests[8:] and len(first) == 14
-        assert [r.output for r in requests] == [reference(base, [p], n)[0] for p, n in asked]
+        assert [r.output for r in requests] == truth
         counts.append(sum(k[0] == "prefill" for g in graphs for k in g.keys))
         graphs.clear()
     assert counts[1] < counts[0]

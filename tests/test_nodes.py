@@ -357,7 +357,7 @@ def test_cuts_behind_a_top_k_keep_the_same_among_few_columns(name, monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     for seed in range(2):
-        cuts_agree(name, few_scores(400, seed).to("cuda" if torch.cuda.is_available() else "cpu"))
+        cuts_agree(name, few_scores(300, seed).to("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from decoding import MODES, B, N, outputs
-from tiny import PROMPT, RAGGED, VOCAB, OraclePath, model_of, path_of, reference, run
+from tiny import PROMPT, RAGGED, SLIGHT, VOCAB, OraclePath, model_of, path_of, reference, run
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList, logits_process
 
 from selfspec import SelfSpecModel, kernels
@@ -247,7 +247,7 @@ def test_keys_are_read_as_far_as_a_round_ahead_may_reach():
 
 def test_one_prefill_graph_serves_all_slots():
     """Requests that join in different slots replay the same captured prefill; the slot is an input of the graph."""
-    model, graphs = model_of(dtype=torch.float32), Replayed()
+    model, graphs = model_of("Llama", torch.float32, **SLIGHT), Replayed()
     body = Backbone(model, backend="triton")
     prompts = [PROMPT, [5, 8, 2, 5], [13, 2, 9], [1] * 9]
     session = Session(body, Plan("ar", 1), 4, 40, graphs=graphs)
@@ -263,7 +263,7 @@ def test_one_prefill_graph_serves_all_slots():
 
 def test_prompts_that_join_in_slots_apart_share_one_forward():
     """Each was a forward of its own; now they are padded to one width and to a number of slots that graphs know."""
-    model, graphs = model_of(dtype=torch.float32), Replayed()
+    model, graphs = model_of("Llama", torch.float32, **SLIGHT), Replayed()
     session = Session(Backbone(model, backend="triton"), Plan("ar", 1), 6, 40, graphs=graphs)
     first = [Request([1 + i, 5, 8], c) for i, c in enumerate((3, 12, 3, 12, 3, 12))]
     session.add(first)

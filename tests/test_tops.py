@@ -45,7 +45,7 @@ def how(request, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("v,k", [(5, 1), (96, 33), (600, 17)])
+@pytest.mark.parametrize("v,k", [(5, 1), (96, 33), (300, 17)])
 def test_the_most_probable_tokens_stand_in_order(how, kind, v, k):
     x = logits_of(kind, 2, 3, v)
     top, ids = tops.ranked(x, k)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_chat
 import torch
+from tiny import run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.adapters import io
@@ -42,18 +43,12 @@ def tiny(dtype=torch.float32, layers: int = 2, seed: int = 0) -> LlamaForCausalL
 @torch.no_grad()
 def answered(model: LlamaForCausalLM, n: int, longest: int = 30) -> list[Answer]:
     """Greedy answers that end with their third-last distinct token as EOS, so that the cap plays no part."""
-    backbone, out = Backbone(model), []
-    for i in range(n):
-        random = torch.Generator().manual_seed(i)
-        prompt = torch.randint(V, (3 + i % 5,), generator=random).tolist()
-        session = Session(backbone, Plan("ar"), 1, 128)
-        request = Request(prompt, longest)
-        session.add([request])
-        while session.active:
-            session.step()
-        last = max(request.output.index(t) for t in set(request.output))
-        out.append(Answer(str(i), prompt, request.output[: last + 1]))
-    return out
+    draws = [torch.Generator().manual_seed(i) for i in range(n)]
+    prompts = [torch.randint(V, (3 + i % 5,), generator=g).tolist() for i, g in enumerate(draws)]
+    requests = [Request(p, longest) for p in prompts]
+    run(Session(Backbone(model), Plan("ar"), n, 128), requests)
+    ends = [1 + max(r.output.index(t) for t in set(r.output)) for r in requests]
+    return [Answer(str(i), r.prompt, r.output[:end]) for i, (r, end) in enumerate(zip(requests, ends))]
 
 
 def config(out, **fields) -> TrainConfig:
@@ -93,16 +88,11 @@ def test_teacher_forced_tau_is_the_decoders(fields: dict, tmp_path) -> None:
     for layout, mode in (("known", "sequential"), ("hidden", "overlap")):
         if layout not in layouts:
             continue
-        stats = []
-        for a in answers:
-            session = Session(backbone, Plan(mode, block), 1, 128)
-            # the answer ends at the first token that only its end has
-            request = Request(a.prompt, 100, frozenset(a.answer[-1:]) - frozenset(a.answer[:-1]))
-            session.add([request])
-            while session.active:
-                session.step()
-            assert request.output == a.answer
-            stats.append(request.stats)
+        # an answer ends at the first token that only its end has
+        requests = [Request(a.prompt, 100, frozenset(a.answer[-1:]) - frozenset(a.answer[:-1])) for a in answers]
+        run(Session(backbone, Plan(mode, block), len(answers), 128), requests)
+        assert [r.output for r in requests] == [a.answer for a in answers]
+        stats = [r.stats for r in requests]
         whole = total(stats)
         assert got[layout]["rounds"] == whole.rounds and got[layout]["tokens"] == whole.tokens
         assert 1.1 < whole.tau < block - 0.3 and len(whole.accepted) >= 3

@@ -49,13 +49,9 @@ class Model:
                 self.logits(text)
         cuts = cuts_of(pipeline, [0], depth + 1)
         self.q = cuts(None, torch.randn(1, depth, V, generator=g))[0].double().softmax(-1)
-
-    def scores(self, text):
-        """[V]; a text begins with the anchor, token 0"""
-        return self.pipeline(torch.tensor([[0, *text]]), self.logits(tuple(text)))[0]
-
-    def p(self, text):
-        return self.scores(text).double().softmax(-1)
+        # [V]; a text begins with the anchor, token 0
+        self.scores = cache(lambda text: self.pipeline(torch.tensor([[0, *text]]), self.logits(text))[0])
+        self.p = cache(lambda text: self.scores(text).double().softmax(-1))
 
     def law(self):
         """Plain decoding's probability of every text of depth + 1 tokens."""

@@ -233,7 +233,8 @@ def simulate(
             raise ValueError("a policy has to give every running request one plan")
         for a in assignments:
             group = [by_key[v.key] for v in a.views]
-            if not a.plan.overlap or any(r.last != a.plan for r in group):  # drafts are made for all
+            drafted = not a.plan.overlap or any(r.last != a.plan for r in group)  # for all, whatever they had
+            if drafted and any(v.saved or v.missed for v in a.views):
                 a = replace(a, views=tuple(replace(v, saved=False, missed=False) for v in a.views))
             ms = costs.round(a.plan, len(a.views), a.context, sum(not v.saved and not v.missed for v in a.views))
             ms *= float(np.exp(noise * rng.standard_normal())) if noise else 1.0
