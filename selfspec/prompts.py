@@ -14,6 +14,12 @@ from typing import Any, BinaryIO
 from selfspec.suite import SUITE
 
 Message = dict[str, Any]  # role, content
+MARKS = {  # how files begin that are taken for lines of text
+    codecs.BOM_UTF16_LE: "UTF-16 text: expected UTF-8",
+    codecs.BOM_UTF16_BE: "UTF-16 text: expected UTF-8",
+    b"\x1f\x8b": "gzipped: expected a file whose name ends in .gz, or unzipped lines",
+    b"PAR1": "a parquet file: expected a name that ends in .parquet",
+}
 Row = dict[str, Any]
 
 
@@ -152,8 +158,9 @@ def numbered(path: str | Path, stream: BinaryIO | None = None) -> Iterator[tuple
     try:
         with stream or (gzip.open(path) if path.suffix == ".gz" else path.open("rb")) as lines:
             for number, line in enumerate(lines, 1):
-                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                    raise PromptError(f"{path} is UTF-16 text: expected UTF-8")
+                kind = next((k for mark, k in MARKS.items() if number == 1 and line.startswith(mark)), None)
+                if kind:
+                    raise PromptError(f"{path} is {kind}")
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield number, _row(line, f"{path}, line {number}", plain)

@@ -11,7 +11,9 @@ from typing import Any
 
 from selfspec.serving.source import URLS, Job
 
-OURS = ("id", "text", "answers", "finish_reason", "usage", "error", "line")  # fields that the output itself has
+# fields of the output itself; custom_id tells OpenAI's lines from ours
+OURS = ("id", "text", "answers", "finish_reason", "usage", "error", "line", "custom_id")
+OPENAIS = ("id", "custom_id", "response", "error")
 
 
 @dataclass
@@ -53,8 +55,7 @@ def line_of(job: Job, answer: Answer, model: str, created: int) -> bytes:
 
 
 def _own(job: Job, answer: Answer, model: str, created: int) -> dict[str, Any]:
-    # a field of the input that has the name of one of ours is kept under another name
-    extras = {f"input_{k}" if k in OURS else k: v for k, v in job.extras.items()}
+    extras = _extras(job, OURS)
     if answer.error is not None:
         return {"id": job.id, "error": answer.error, "line": job.line, **extras}
     several = {"answers": answer.texts} if job.later else {}
@@ -70,9 +71,10 @@ def _own(job: Job, answer: Answer, model: str, created: int) -> dict[str, Any]:
 
 def _openai(job: Job, answer: Answer, model: str, created: int) -> dict[str, Any]:
     name = hashlib.sha256(str(job.id).encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    extras = _extras(job, OPENAIS)
     out: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": job.id, "response": None, "error": None}
     if answer.error is not None:
-        return {**out, "error": {"code": "invalid_request", "message": answer.error, "line": job.line}, **job.extras}
+        return {**out, "error": {"code": "invalid_request", "message": answer.error, "line": job.line}, **extras}
     chat = job.url == URLS[0]
     text = {"message": {"role": "assistant", "content": answer.texts[-1]}} if chat else {"text": answer.texts[-1]}
     choice = {"index": 0, **text, "logprobs": None, "finish_reason": answer.finish_reason}
@@ -84,7 +86,12 @@ def _openai(job: Job, answer: Answer, model: str, created: int) -> dict[str, Any
         "choices": [choice],
         "usage": _usage(answer),
     }
-    return {**out, "response": {"status_code": 200, "request_id": name, "body": body}, **job.extras}
+    return {**out, "response": {"status_code": 200, "request_id": name, "body": body}, **extras}
+
+
+def _extras(job: Job, taken: tuple[str, ...]) -> dict[str, Any]:
+    """Other fields of the input; one that has the name of one of the output's own is kept under another name."""
+    return {f"input_{k}" if k in taken else k: v for k, v in job.extras.items()}
 
 
 def _usage(answer: Answer) -> dict[str, int]:

@@ -22,11 +22,11 @@ from selfspec.serving.answers import Answer, line_of
 from selfspec.serving.engine import Engine
 from selfspec.serving.lane import most_slots
 from selfspec.serving.output import Output, apart, resumable
-from selfspec.serving.params import Builder, stops_of
+from selfspec.serving.params import Builder, merged, stops_of
 from selfspec.serving.source import Job, jobs
 from selfspec.serving.ticket import Ticket
 from selfspec.stats import Stats
-from selfspec.terminal import Progress
+from selfspec.terminal import Progress, say
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Batcher:
         answer.finish_reason = request.finish_reason
         tokens = request.output[:-1] if request.output[-1] in request.eos else request.output
         text = self.model.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        stops = stops_of({**self.settings.params, **talk.job.params})
+        stops = stops_of(merged(self.settings.params, talk.job.params))
         text = text[: min((at for s in stops if (at := text.find(s)) >= 0), default=len(text))]
         answer.texts.append(text)
         return self._ask(talk) if talk.next_turn(text) else self._done(talk)
@@ -193,7 +193,7 @@ def run_batch(
     apart(source, target)
     mark, expected = identity(source)
     slots = settings.slots or most_slots(model.backbone.device)
-    enough = slots if expected is None else min(slots, expected + 1)  # no room for rows that never come
+    enough = slots if expected is None else max(1, min(slots, expected))  # no room for rows that never come
     batcher = Batcher(model, replace(settings, slots=enough))  # first: what it refuses leaves no output
     opened = Output(target, recorded(model, settings, mark, ordered), ordered, overwrite, chunk)
     with resumable(opened, expected, quiet) as out:
@@ -208,12 +208,15 @@ def run_batch(
         before = out.counts["rows"]
         batcher.created = out.created
         endpoint = None if metrics_port is None else metrics.serve(batcher.engine, metrics_port)
+        if endpoint is not None and not quiet:
+            say(f"metrics at http://{endpoint.server_name}:{endpoint.server_port}/metrics")
         try:
             with Progress(expected or before, before, quiet) as progress:
                 answer_all(batcher.run, rows_of(source), out, progress, lambda: batcher.engine.metrics.stats)
         finally:
             if endpoint is not None:
                 endpoint.shutdown()
+                endpoint.server_close()  # the port is free again
         summary = metrics.snapshot(batcher.engine)
         out.finish(summary)
         return {**out.counts, "resumed": before, "engine": summary}
@@ -287,15 +290,15 @@ def identity(source: str | Path) -> tuple[str | None, int | None]:
         return None, None
     if "://" in str(source):
         raise ValueError(f"{source} is an address, which only a batch on Ray reads (--ray); expected a file")
-    path, digest, lines = Path(source), hashlib.sha256(), 0
+    path, digest, lines, end = Path(source), hashlib.sha256(), 0, b"\n"
     if not path.is_file():
         raise ValueError(f"no prompt file at {path}")
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-            lines += block.count(b"\n")
+            lines, end = lines + block.count(b"\n"), block[-1:]
     plain = path.suffix not in (".gz", ".parquet")
-    return digest.hexdigest()[:32], lines if plain else None
+    return digest.hexdigest()[:32], lines + (end != b"\n") if plain else None
 
 
 def _hash(data: bytes) -> str:

@@ -49,13 +49,16 @@ def batch(
     ] = None,
     gpus: Annotated[float | None, typer.Option(help="With --ray, GPUs an actor; by default 1 on cuda.")] = None,
     actors: Annotated[int | None, typer.Option(min=1, help="With --ray; by default one a GPU.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Prometheus endpoint while it runs.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Prometheus endpoint while it runs; 0 takes a free port.")
+    ] = None,
     report_to: options.Report = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress and no summary.")] = False,
 ) -> int:
     """Answer every row of a file. Can be killed at any time and started again with the same command."""
     from selfspec import check
     from selfspec.serving.batch import BatchOptions, run_batch
+    from selfspec.serving.output import apart
 
     params: dict[str, Any] = {"max_new_tokens": max_new_tokens, **drawn.given, **({"stop": stop} if stop else {})}
     settings = BatchOptions(
@@ -74,6 +77,7 @@ def batch(
     try:
         how: dict[str, Any] = {"ordered": not unordered, "overwrite": overwrite, "chunk": chunk_rows, "quiet": quiet}
         with refusing():
+            apart(source, target, report_to)  # before the model is loaded
             if ray is not None:
                 from selfspec.serving.ray import run_on_ray
 

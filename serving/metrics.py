@@ -169,7 +169,7 @@ def serve(engine: Engine, port: int, address: str = "127.0.0.1") -> Any:
 
     Raises:
         ModuleNotFoundError: prometheus_client is not installed.
-        ValueError: the port is taken.
+        ValueError: the port is taken, or is none.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -179,5 +179,5 @@ def serve(engine: Engine, port: int, address: str = "127.0.0.1") -> Any:
     registry.register(Collector(engine))
     try:
         return start_http_server(port, address, registry)[0]
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise ValueError(f"metrics port {port}: {error}") from error

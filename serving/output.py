@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from selfspec.terminal import say
 
 VERSION = 1
 FORMS = (".jsonl", ".gz", ".parquet")
+DEEPEST = 24  # levels of lists and objects in a column
 SLACK = 1 << 20  # bytes of rows that the file of waiting rows may hold in vain
 
 
@@ -229,7 +230,8 @@ class Output:
         self.counts["rows"] += 1
         if row.get("error") is not None:
             self.counts["errors"] += 1
-        usage = row.get("usage") or ((row.get("response") or {}).get("body") or {}).get("usage") or {}
+        body = (row.get("response") or {}).get("body") if "custom_id" in row else row
+        usage = (body or {}).get("usage") or {}
         for name in ("prompt_tokens", "completion_tokens"):
             self.counts[name] += usage.get(name, 0)
         return id_of(row)
@@ -288,32 +290,52 @@ def resumable(out: Output, expected: int | None, quiet: bool) -> Iterator[Output
         raise
 
 
-def apart(source: str | Path, target: str | Path) -> None:
-    """Refuse an output that would take the place of its input.
+def apart(source: str | Path, target: str | Path, report: Path | None = None) -> None:
+    """Refuse an output that would take the place of its input, and a report that would of either.
 
     Raises:
-        ValueError: one of its files is the input.
+        ValueError: one of its files is the input; or the report is one of them.
     """
     path = Path(target)
-    for name in ("", ".manifest.json", ".waiting", ".rows.jsonl"):
-        file = path.with_name(f"{path.name}{name}") if path.name else path
+    names = ("", ".manifest.json", ".waiting", ".rows.jsonl")
+    files = [path.with_name(f"{path.name}{name}") if path.name else path for name in names]
+    for file in files:
         if file.exists() and Path(source).exists() and file.samefile(source):
             raise ValueError(f"{source} is the input, and writing {target} would lose it: name another output")
+    if report is not None and report.resolve() in [f.resolve() for f in (Path(source), *files)]:
+        raise ValueError(f"{report} is the input or the output, and the report would take its place: name another file")
 
 
 def table_of(lines: Iterable[bytes]) -> Any:
-    """Rows as an Arrow table: a column for every field; one that holds values of several kinds becomes JSON text."""
+    """Rows as an Arrow table: a column for every field; one whose values parquet cannot hold becomes JSON text."""
     import pyarrow as pa
 
     found = [json.loads(line) for line in lines]
-    columns = {}
-    for name in dict.fromkeys(k for row in found for k in row) or {"id": None}:
-        values = [row.get(name) for row in found]
-        try:
-            columns[name] = pa.array(values)
-        except (pa.ArrowException, OverflowError):
-            columns[name] = pa.array([None if v is None else json.dumps(v, ensure_ascii=False) for v in values])
-    return pa.table(columns)
+    names = dict.fromkeys(k for row in found for k in row) or {"id": None}
+    return pa.table({_utf8(name): _column([row.get(name) for row in found]) for name in names})
+
+
+def _column(values: list[Any]) -> Any:
+    import pyarrow as pa
+
+    unlike = pa.ArrowException, OverflowError, UnicodeEncodeError  # of several kinds, too large, half a character
+    with suppress(*unlike):
+        column = pa.array(values)
+        if _held(column.type):
+            return column
+    return pa.array([None if v is None else _utf8(json.dumps(v, ensure_ascii=False)) for v in values])
+
+
+def _held(kind: Any, depth: int = 0) -> bool:
+    """Whether parquet holds values of an Arrow type: objects need a field, and readers give up far down."""
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    empty = str(kind).startswith("struct") and not inner
+    return depth < DEEPEST and not empty and all(_held(t, depth + 1) for t in inner)
+
+
+def _utf8(text: str) -> str:
+    """Half a surrogate pair, which no UTF-8 has, becomes JSON's escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _as_parquet(rows: Path, to: Path) -> None:

@@ -37,6 +37,8 @@ def checked(params: dict[str, Any]) -> dict[str, Any]:
         if value is None:
             continue
         key = ALIASES.get(name, name)
+        if key in WHOLE and isinstance(value, float) and value.is_integer():
+            value = int(value)  # a table's column of whole numbers with gaps holds floats
         if out.setdefault(key, value) != value:
             raise ValueError(f"{name}={value!r} and {key}={out[key]!r} mean the same")
         if key in NO_PLACE and value is not False and not (key == "num_return_sequences" and value == 1):
@@ -59,30 +61,48 @@ def checked(params: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}={penalty!r}: expected a number")
     if not isinstance(out.get("response_format", {}), dict):
         raise ValueError(f"response_format={out['response_format']!r}: expected an object")
-    stop = out.pop("stop", None)
-    if stop is not None:
-        stops = [stop] if isinstance(stop, str) else stop
-        if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-            raise ValueError(f"stop={stop!r}: expected a text or a list of texts, none empty")
-        if "stop_strings" in out:
-            raise ValueError("stop and stop_strings mean the same")
-        out["stop_strings"] = stops
+    if not isinstance(out.get("do_sample", False), bool):
+        raise ValueError(f"do_sample={out['do_sample']!r}: expected true or false")
+    for name in ("eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
+        given = out.get(name, [])
+        ids = [given] if name == "eos_token_id" and isinstance(given, int) else given
+        if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ValueError(f"{name}={given!r}: expected token ids")
+    stops = [s for name in ("stop", "stop_strings") if (s := _texts(name, out.pop(name, None)))]
+    if len(stops) > 1:
+        raise ValueError("stop and stop_strings mean the same")
+    if stops:
+        out["stop_strings"] = stops[0]
     if out.get("top_k") == -1:
         out["top_k"] = 0  # both mean that nothing is cut
     neutral = {"top_p": 1, "top_k": 0}
     drawing = any(k in out and not (k in neutral and out[k] == neutral[k]) for k in DRAWING)
     out.setdefault("do_sample", drawing and heat > 0)
-    if heat == 0:
-        if params.get("do_sample"):
-            raise ValueError("temperature=0 is greedy, and do_sample is set")
-        out.pop("temperature")
-    return out
+    if heat == 0 and params.get("do_sample"):
+        raise ValueError("temperature=0 is greedy, and do_sample is set")
+    # greedy decoding looks at none of these, and transformers would warn of each
+    return out if out["do_sample"] else {k: v for k, v in out.items() if k not in DRAWING}
+
+
+def merged(defaults: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """A row's parameters over the run's, whatever they are called; `stop` and `stop_strings` replace each other."""
+    own = {k: v for k, v in params.items() if v is not None}
+    taken = {ALIASES.get(k, k) for k in own}
+    taken |= {"stop", "stop_strings"} if taken & {"stop", "stop_strings"} else set()
+    return {k: v for k, v in defaults.items() if ALIASES.get(k, k) not in taken} | own
 
 
 def stops_of(params: dict[str, Any]) -> list[str]:
     """Texts that end an answer and are not part of it (OpenAI's `stop`; transformers' `stop_strings` are kept)."""
-    stop = params.get("stop") or []
-    return [stop] if isinstance(stop, str) else list(stop)
+    return _texts("stop", params.get("stop"))
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    """A text or a list of texts as a list; an empty list asks for nothing."""
+    texts = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(s, str) and s for s in texts):
+        raise ValueError(f"{name}={value!r}: expected a text or a list of texts, none empty")
+    return texts
 
 
 class Builder:
@@ -113,10 +133,10 @@ class Builder:
         Raises:
             ValueError: a setting that cannot be acted on, or a prompt that leaves no room.
         """
-        taken = {ALIASES.get(k, k) for k, v in params.items() if v is not None}
-        fields = checked({**{k: v for k, v in self.defaults.items() if ALIASES.get(k, k) not in taken}, **params})
+        fields = checked(merged(self.defaults, params))
         own = {k: fields.pop(k, None) for k in EXTRAS}
-        cap = self._cap(len(prompt), fields, "max_new_tokens" in taken)
+        asked = "max_new_tokens" in {ALIASES.get(k, k) for k, v in params.items() if v is not None}
+        cap = self._cap(len(prompt), fields, asked)
         model = self.model
         config = settings.merge(model.model.generation_config, None, {**fields, "max_new_tokens": cap})
         if config.do_sample:

@@ -11,6 +11,7 @@ import io
 import itertools
 import pickle
 import posixpath
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from selfspec.serving.source import jobs
 from selfspec.terminal import Progress
 
 BLOCK = 1024  # rows that are read at a time
+ANSWERS = 10.0  # seconds in which a cluster has to answer
 
 
 class Rows(FileBasedDatasource):
@@ -192,6 +194,12 @@ def connect(address: str) -> None:
     if ray.is_initialized():
         return
     quietly: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():  # Ray itself tries for minutes, and says nothing
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), ANSWERS).close()
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"no Ray cluster answers at {address}: {error}") from error
     try:
         ray.init(address=address, **quietly)
     except ConnectionError:

@@ -92,7 +92,8 @@ def _openai(job: Job, row: Row) -> None:
         raise ValueError(f"{method} {job.url}: expected POST and one of {', '.join(URLS)}")
     if not isinstance(body, dict):
         raise ValueError(f"`body` must be an object, not {body!r}")
-    body = {k: v for k, v in body.items() if v is not None and v is not False}
+    # what is switched off is not asked for; a setting that is false means something
+    body = {k: v for k, v in body.items() if v is not None and (v is not False or k in PARAMETERS)}
     job.extras = {k: v for k, v in row.items() if k not in OPENAI_FIELDS}
     if body.pop("n", 1) != 1:
         raise ValueError("n: a row has one answer; write the row n times, with other seeds")

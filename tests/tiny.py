@@ -51,8 +51,7 @@ FAMILIES = {
     "Glm4": dict(head_dim=8),
     "Exaone4": dict(sliding_window=WINDOW, layer_types=MIXED),
 }
-# for interpreted kernels, which are slow
-SLIGHT = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+SLIGHT = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)  # interpreted kernels are slow
 _SHARED: set = set()  # models of `model_of`
 _ANSWERS: dict = {}  # model, prompt, eos -> tokens asked for, and the answer
 PROMPT = [3, 7, 1, 9, 4, 4, 11, 2, 15, 6]

@@ -51,9 +51,9 @@ class Untouched(nn.Module):
 
     entry, taps = 0, ()
 
-    def embed(self, rows: DraftRows, embeddings: Tensor) -> Tensor:
-        """[N, D, d] -> [N, D, d]"""
-        return embeddings
+    def embed(self, rows: DraftRows, backbone: Backbone) -> Tensor:
+        """The rows' tokens, as the model embeds them. [N, D, d]"""
+        return backbone.embed(rows.tokens.clamp(min=0))
 
     def delta(self, layer: int, name: str) -> None:
         """Nothing, anywhere."""
