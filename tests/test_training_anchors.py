@@ -231,13 +231,14 @@ def test_no_leak_from_what_comes_after(layout: str) -> None:
     assert n > 3
 
 
-def test_no_leak_where_all_layouts_and_heads_run_together() -> None:
+@pytest.mark.parametrize("other", ["markov", "sampler"])  # a path has one of them
+def test_no_leak_where_all_layouts_and_heads_run_together(other) -> None:
     """Known, hidden and split groups in one forward: tokens after what a group was given change nothing it says."""
-    model = tiny()
+    model, heads = tiny(), tuple(h for h in HEADS if h != other)
     path = MaskPathModel(
         model,
         MaskPathConfig(
-            block_size=6, layouts=("known", "hidden"), prefix_splits=True, taps=(1,), heads=HEADS, head_rank=8
+            block_size=6, layouts=("known", "hidden"), prefix_splits=True, taps=(1,), heads=heads, head_rank=8
         ),
     )
     with torch.no_grad():
