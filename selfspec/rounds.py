@@ -17,7 +17,7 @@ from selfspec.choose import Chooser
 from selfspec.clock import Clock
 from selfspec.decode import Frame
 from selfspec.draft import DraftTree, overlap
-from selfspec.draft.condition import Condition, Given
+from selfspec.draft.condition import Condition, Given, condition_of
 from selfspec.draft.lookup import lookup
 from selfspec.draft.overlap import Groups
 from selfspec.forecast import Forecast, forecast
@@ -60,9 +60,9 @@ class Rounds:
         return self.bodies[0].config.hidden_size if any(map(self.condition, self.bodies)) else 0
 
     def condition(self, body: Backbone) -> Condition | None:
-        """What conditions its drafts on the tokens before them; None without such a head, and where drafts are drawn:
+        """What conditions its drafts on the tokens before them; None where nothing does, and where drafts are drawn:
         what they are weighed by has to be the law that they were drawn from, and that is the marginals."""
-        return None if self.chooser.draws else body.part("condition")
+        return None if self.chooser.draws else condition_of(body)
 
     def play(
         self,

@@ -310,3 +310,19 @@ def test_rounds_draft_what_the_head_says(mode, monkeypatch):
     run(session, [request])
     assert request.output == truth[:cap]
     assert request.stats.rounds == math.ceil((cap - 1) / B)
+
+
+def test_a_processor_leaves_heads_over_large_vocabularies_alone(monkeypatch):
+    """120 rows of 49,152 logits took a CPU longer than the forwards of the round."""
+    model = model_of()
+    path, bare = path_of(model, 0.3, heads=("sampler",), head_rank=6), path_of(model, 0.3)
+    bare.load_state_dict({k: v for k, v in path.state_dict().items() if not k.startswith("heads.")})
+    monkeypatch.setattr(condition, "SMALL", 8)
+    found = []
+    for p in (path, bare):
+        requests = [Request(q, 20) for q in RAGGED]
+        run(Session(Backbone(model, p), Plan("tree", B, 8), 3, 40), requests)
+        found.append([(r.output, r.stats.accepted) for r in requests])
+    assert found[0] == found[1] and condition.condition_of(Backbone(model, path)) is None
+    monkeypatch.setattr(condition, "SMALL", 24)
+    assert condition.condition_of(Backbone(model, path)) is not None

@@ -22,14 +22,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selfspec import tops
-from selfspec.backbone import MASK
+from selfspec import kernels, tops
+from selfspec.backbone import MASK, Backbone
 from selfspec.draft import DraftTree
 from selfspec.draft.block import ban_mask
 from selfspec.draft.tree import follow, grow
 from selfspec.rows import steps
 
 CANDIDATES = 8  # tokens of a position, by the plain marginals, that the head chooses among
+SMALL = 4096  # vocabulary of which a CPU can afford that many rows: of a large one they cost more than a forward
 ROWS = 1024  # of vocabulary width at a time, or those of one position where they are more
 
 Condition = Callable[[Tensor, Tensor], Tensor]
@@ -55,6 +56,12 @@ class Given:
     states: Tensor
     before: Tensor
     banned: int | None = None
+
+
+def condition_of(backbone: Backbone) -> Condition | None:
+    """The head of its mask path; None without one, and where its rows would cost more than what they save."""
+    weight: Tensor = backbone.embeddings.weight  # type: ignore[assignment]
+    return backbone.part("condition") if kernels.serve(weight) or backbone.vocab_size <= SMALL else None
 
 
 def propose(anchor: Tensor, marginals: Tensor, given: Given, nodes: int | None, scored: Scored) -> DraftTree:

@@ -12,7 +12,7 @@ import torch
 from selfspec import rows
 from selfspec.backbone import Backbone
 from selfspec.draft.block import draft_inputs
-from selfspec.draft.condition import Given, propose
+from selfspec.draft.condition import Given, condition_of, propose
 from selfspec.draft.tree import best_first
 
 REPLAYS = 8  # of a graph in a row: rounds are launched ahead too, so the host's launch and wait are no part of a pass
@@ -113,7 +113,7 @@ def measure(
 
 def _condition(backbone: Backbone, states: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor) -> None:
     """What a draft costs beside its forward, where a head conditions it: all but the growth of a tree."""
-    condition = backbone.part("condition")
+    condition = condition_of(backbone)
     if condition is not None:
         propose(anchor, logits, Given(condition, states, anchor), None, lambda linked, _: linked)
 
