@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,18 @@ def find(name: str | Path) -> Path:
 
 
 def shipped_for(model: PreTrainedModel) -> Path | None:
-    """The first shipped adapter that was trained on exactly this model, or None."""
-    folders = sorted(p.parent for p in ZOO.glob(f"*/{CONFIG}"))
-    return next((f for f in folders if mismatch(read_config(f).fingerprint, model) is None), None)
+    """Of the shipped adapters that were trained on exactly this model the one that promises most, or None."""
+    found = {p.parent: read_config(p.parent) for p in sorted(ZOO.glob(f"*/{CONFIG}"))}
+    fitting = {f: c for f, c in found.items() if mismatch(c.fingerprint, model) is None}
+    return max(fitting, key=lambda f: promise(fitting[f]), default=None)
+
+
+def promise(config: MaskPathConfig) -> float:
+    """Tokens that a chain emits per whole forward, by the acceptance that training saw; drafts cost (L - e) / L."""
+    layers = config.fingerprint.get("n_layers", 1)
+    rates = config.acceptance or (0.0,)
+    emitted = 1 + sum(math.prod(rates[: j + 1]) for j in range(len(rates)))
+    return emitted / (2 - config.entry / layers)
 
 
 def mismatch(wanted: dict[str, Any], model: PreTrainedModel, finetuned_base: bool = False) -> str | None:

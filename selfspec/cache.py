@@ -166,12 +166,19 @@ class KVCache:
         for slot, count in enumerate(counts, first):
             self.lengths[slot] += count
 
-    def compact(self, rows: Tensor) -> None:
-        """Move the accepted rows of the last forward to the front of its tail. rows: [n, A] long, in order."""
-        requests, slot = self.place.requests, self.place.slot
-        assert slot is not None
-        src = slot[:, :1] + rows
-        dst = slot[:, : rows.shape[1]]
+    def compact(self, rows: Tensor, start: Tensor, first: int = 0) -> None:
+        """Move the accepted rows of a forward to the front of its tail.
+
+        What the last `bind` noted is not asked: a forward that was replayed from a CUDA graph has noted nothing.
+
+        Args:
+            rows: [n, A] long, in order.
+            start: [n] long, where each request's tail began in that forward.
+            first: slot of the first request.
+        """
+        n, depth = rows.shape
+        requests = steps(self.slots, rows.device)[first : first + n, None]
+        src, dst = start[:, None] + rows, start[:, None] + steps(depth, rows.device)
         for pool in self.pools:
             by_slot = pool.transpose(2, 3)  # [stores, slots, S, Hkv, D]
             by_slot[:, requests, dst] = by_slot[:, requests, src]  # gathered whole before it is written

@@ -145,7 +145,7 @@ def settle(
     """Keep the accepted rows and move on to the bonus token.
 
     Args:
-        cache: bound to the verify forward.
+        cache: of the verify forward.
         slots: of the requests; those that may emit nothing stay as they are.
         frame: which requests.
         tree: what was verified.
@@ -158,9 +158,9 @@ def settle(
         [n, 2 + depth] long: how many tokens each request emits, the tokens, and `ready`.
     """
     text, start, left = slots.text[frame.span], slots.start[frame.span], slots.left[frame.span]  # views
+    if tree.parents is not None:  # before starts move on
+        cache.compact(accepted.rows[:, :depth], start, frame.first)
     out = move_on(text, start, left, accepted.count, accepted.tokens[:, :depth], ready)
-    if tree.parents is not None:
-        cache.compact(accepted.rows[:, :depth])
     if taps is not None:
         assert slots.features is not None
         features = slots.features[frame.span]

@@ -118,13 +118,12 @@ def run(model: str, adapter: str, dtype: str | None, device: str, as_json: bool)
         named = None if adapter in ("auto", "none") else io.find(adapter)
         loaded = hub.load_model(model, dtype=dtype, device=device)
     shipped = [adapter_facts(p.parent, loaded) for p in sorted(io.ZOO.glob(f"*/{io.CONFIG}"))]
-    fitting = [a for a in shipped if a["fits"] and adapter == "auto"]
-    found = fitting if named is None else [adapter_facts(named, loaded)]
+    used = io.shipped_for(loaded) if adapter == "auto" else named
     facts = {
         "versions": versions(),
         "machine": machine(loaded.device),
         "model": model_facts(loaded, model),
-        "adapter": found[0] if found else None,
+        "adapter": None if used is None else adapter_facts(used, loaded),
         "shipped": shipped,
         "attention": backends(),
     }

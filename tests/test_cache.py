@@ -41,9 +41,10 @@ def test_a_tree_path_is_gathered_before_it_is_written():
     start = torch.tensor([0, 0])
     written(cache, rows.chain(start, 3))
     cache.commit([3, 1])
-    written(cache, rows.chain(torch.tensor([3, 1]), 7))
+    start = torch.tensor([3, 1])
+    written(cache, rows.chain(start, 7))
     # decreasing row indices cannot come from a tree, but show the overlap in both directions
-    cache.compact(torch.tensor([[6, 0, 1, 2], [3, 5, 5, 5]]))
+    cache.compact(torch.tensor([[6, 0, 1, 2], [3, 5, 5, 5]]), start)
     cache.commit([4, 2])
     assert cache.lengths == [7, 3]
     assert committed(cache, 0) == [0, 1, 2, 6, 0, 1, 2]

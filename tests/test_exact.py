@@ -179,7 +179,7 @@ def test_a_row_is_the_same_inside_a_tree(family, dtype, groups):
         draft = DraftRows(torch.full_like(slots, MASK), slots)
     got = body(layout, cache, ids([1] * 9, tokens), draft)
     assert torch.equal(got.clean[1, mine], hidden[29:])
-    cache.compact(ids([0, 0, 0, 0, 0], mine))
+    cache.compact(ids([0, 0, 0, 0, 0], mine), layout.start)
     cache.commit([1, 5])
     assert same(stored(cache, 1, 29, 34), [t[:, 29:] for t in kv])
 
@@ -240,6 +240,6 @@ def test_rows_are_the_same_at_real_sizes(monkeypatch, dtype, length):
         tokens[node] = token
     got = body(rows.tree(at, ids(*[parents] * 4)), cache, ids([1] * 64, tokens, [2] * 64, [3] * 64)).clean[1, mine]
     assert torch.equal(got, hidden[length : length + 6])
-    cache.compact(ids([0] * 6, mine, [0] * 6, [0] * 6))
+    cache.compact(ids([0] * 6, mine, [0] * 6, [0] * 6), at)
     cache.commit([1, 6, 1, 1])
     assert same(stored(cache, 1, length, length + 6), [t[:, length : length + 6] for t in kv])

@@ -173,17 +173,16 @@ def late_start(start, n, *args, real=rows.chain):
     return replace(layout, positions=layout.positions + (layout.positions > 7))
 
 
-def no_compaction(self, rows):
+def no_compaction(self, rows, start, first=0):
     pass
 
 
-def compaction_row_by_row(self, rows):
+def compaction_row_by_row(self, rows, start, first=0):
     """Writes before it has read everything, the last row first: right only while no source lies under a target."""
-    for i, path in enumerate(rows.tolist()):
-        at = int(self.place.slot[i, 0])
+    for i, (path, at) in enumerate(zip(rows.tolist(), start.tolist())):
         for k in range(len(path) - 1, -1, -1):
             for store in self.stores:
-                store[i, :, at + k] = store[i, :, at + path[k]]
+                store[first + i, :, at + k] = store[first + i, :, at + path[k]]
 
 
 def one_row_too_many(cache, slots, frame, *args, real=decode.settle):

@@ -38,8 +38,11 @@ class Replayed(Graphs):
 
     So whatever a later function closes over beside its key and its tensors is not seen, as in a real graph. What a
     graph has handed out is overwritten at the next call, since all share one pool (a round's outcome is on its way to
-    the host by then).
+    the host by then). And what a forward has noted in a cache that is named here is gone after it: a graph notes
+    nothing.
     """
+
+    cache = None
 
     def __init__(self, replay=True):
         super().__init__(torch.device("cpu"))
@@ -61,6 +64,8 @@ class Replayed(Graphs):
         out = fn(*static)
         parts = vars(out).values() if isinstance(out, Hidden) else out if isinstance(out, tuple) else (out,)
         self.handed = [] if key[0] == "round" else [t for t in parts if isinstance(t, torch.Tensor)]
+        if self.cache is not None:
+            self.cache.place.requests = self.cache.place.slot = None
         return out
 
 
@@ -146,6 +151,8 @@ def played(seed, graphs, monkeypatch):
         body, Dice(plans, seed), rng.choice((1, 3, 4, 5)), capacity, graphs=graphs,
         reuse=rng.random() < 0.5,
     )  # fmt: skip
+    if graphs:
+        graphs.cache = session.cache
     session.use(Dice(rng.sample(plans, rng.choice((1, 2, 6))), seed, rng.choice(rules)))
     requests = [request(*spec) for spec in specs]
     waiting, cancelled, told = list(requests), set(), {r: [] for r in requests}
@@ -225,6 +232,22 @@ def test_a_text_ended_by_the_host_holds_nothing_but_tokens(drafted):
     assert first.output == truth[: end + 1] and first.finish_reason == "stop"
     assert all(len(r.output) == cap for r in others)
     assert int(session.slots.text.min()) >= 0
+
+
+@pytest.mark.parametrize("mode", ["tree", "overlap+tree"])
+def test_a_path_is_compacted_where_a_replayed_forward_has_written_it(mode):
+    """Requests of two kinds are settled outside of graphs. The rows to move were looked up in what the cache's last
+    forward in Python had noted: after a replay another one's, or memory that its graph had given back. On a GPU that
+    was a wrong text, or an index out of range."""
+    model = model_of()
+    truth = reference(model, [PROMPT, [5, 8]], 20)
+    session = Session(Backbone(model, path_of(model, 0.02)), Plan(mode, B, 8), 2, 60, graphs=(graphs := Replayed()))
+    graphs.cache = session.cache
+    requests = [Request(PROMPT, 20), Request([5, 8], 20, sampling=Sampling(Pipeline()))]
+    run(session, requests)
+    assert requests[0].kind != requests[1].kind and graphs.replays
+    assert [r.output for r in requests] == truth
+    assert any(max(r.stats.accepted) > 1 for r in requests)  # there was something to move
 
 
 def test_a_graph_holds_the_cuts_that_its_drafts_pass_through():

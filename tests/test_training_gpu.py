@@ -62,7 +62,9 @@ def test_a_head_alone_is_trained_in_a_graph(tmp_path) -> None:
     answers = answered(tiny(), 8)
     eager, graphed = (steps_of(tmp_path / str(graph), answers, graph) for graph in (False, True))
     start = Trainer(
-        config(tmp_path / "start", adapter={"block_size": 4}, device="cuda", compile=False), tiny(), answers
+        config(tmp_path / "start", adapter={"block_size": 4}, device="cuda", compile=False, attention="sdpa"),
+        tiny(),
+        answers,
     )
     own, want = graphed.path.state_dict(), eager.path.state_dict()
     for name, value in start.path.state_dict().items():
