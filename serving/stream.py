@@ -52,12 +52,11 @@ class Streams:
 
         Raises:
             ValueError: the request would never fit.
-            RuntimeError: the engine has failed or was closed.
+            RuntimeError: the engine has failed or was closed, be it in the middle of the answer.
         """
         queue: asyncio.Queue[Event | End] = asyncio.Queue()
         with self._wake:
-            if self._closed or self.error is not None:
-                raise RuntimeError(f"the engine no longer runs: {self.error or 'it was closed'}") from self.error
+            self._running()
             ticket = self.engine.add(request, priority, timeout)
             self._queues[ticket] = queue
             self._wake.notify()
@@ -66,6 +65,7 @@ class Streams:
                 yield event
                 if event.finish_reason is not None:
                     return
+            raise RuntimeError("the engine was closed before the answer's end")
         finally:
             with self._wake:
                 self._queues.pop(ticket, None)
@@ -74,14 +74,23 @@ class Streams:
                     self._wake.notify()
 
     async def events(self) -> AsyncIterator[Event]:
-        """All events of the engine from now on, until it is closed."""
+        """All events of the engine from now on, until it is closed.
+
+        Raises:
+            RuntimeError: it has failed, or no longer ran.
+        """
         queue: asyncio.Queue[Event | End] = asyncio.Queue()
+        self._running()
         self._everything.append(queue)
         try:
             async for event in self._events(queue):
                 yield event
         finally:
             self._everything.remove(queue)
+
+    def _running(self) -> None:
+        if self._closed or self.error is not None:
+            raise RuntimeError(f"the engine no longer runs: {self.error or 'it was closed'}") from self.error
 
     async def _events(self, queue: asyncio.Queue[Event | End]) -> AsyncIterator[Event]:
         while isinstance(event := await queue.get(), Event):
