@@ -11,13 +11,14 @@ from tiny import (
     VOCAB,
     model_of,
     path_of,
+    propose,
     reference,
     run,
 )
 
 from selfspec import rows
 from selfspec.backbone import Backbone
-from selfspec.draft.block import draft_inputs, propose
+from selfspec.draft.block import draft_inputs
 from selfspec.draft.overlap import attach, hidden
 from selfspec.plan import Plan
 from selfspec.session import Request, Session

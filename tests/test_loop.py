@@ -3,12 +3,11 @@
 import pytest
 import torch
 from test_overlap import committed
-from tiny import PROMPT, backbone, model_of, path_of, reference
+from tiny import PROMPT, backbone, model_of, path_of, propose, reference
 
 from selfspec import rows
 from selfspec.backbone import MASK
 from selfspec.draft import chain_of, loop
-from selfspec.draft.block import propose
 from selfspec.verify.greedy import greedy
 
 B = 5

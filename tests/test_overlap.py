@@ -6,12 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tiny import PROMPT, backbone, model_of, path_of
+from tiny import PROMPT, backbone, model_of, path_of, propose
 
 from selfspec import rows
 from selfspec.backbone import MASK
 from selfspec.draft import DraftTree
-from selfspec.draft.block import propose
 from selfspec.draft.overlap import Groups, attach, branches, ends, find, hidden, keep, saved, survival
 from selfspec.draft.tree import best_first
 from selfspec.tops import best

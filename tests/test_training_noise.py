@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_training_anchors import documents
-from tiny import PROMPT, VOCAB, build, model_of, reference
+from tiny import PROMPT, VOCAB, build, model_of, propose, reference
 
 from selfspec import SelfSpecModel
 from selfspec.adapters import MaskPathConfig, MaskPathModel, io
 from selfspec.backbone import MASK, Backbone
 from selfspec.draft.block import noise as drawn_noise
-from selfspec.draft.block import propose
 from selfspec.rows import attention_rule, chain
 from selfspec.training import anchors as anchoring
 from selfspec.training import noise

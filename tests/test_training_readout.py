@@ -9,11 +9,12 @@ import torch
 from test_training_anchors import documents, tiny
 from test_training_trainer import answered, config
 from test_training_trainer import tiny as tiny_float32
+from tiny import propose
 from torch.nn.functional import silu
 
 from selfspec.adapters import MaskPathConfig, MaskPathModel, heads
 from selfspec.backbone import Backbone
-from selfspec.draft.block import draft_inputs, propose, states
+from selfspec.draft.block import draft_inputs, states
 from selfspec.rows import block, chain
 from selfspec.training import anchors as anchoring
 from selfspec.training import noise

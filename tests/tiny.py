@@ -8,6 +8,7 @@ from torch import nn
 
 from selfspec.adapters import MaskPathConfig, MaskPathModel
 from selfspec.backbone import Backbone
+from selfspec.draft.block import guesses, states
 from selfspec.session import Request, Session
 
 torch.set_num_threads(1)  # models this small gain nothing from a second thread, and lose much when cores are busy
@@ -197,6 +198,11 @@ class OraclePath(nn.Module):
 class _Silence(nn.Module):
     def forward(self, x, base):
         return base(x) * 0
+
+
+def propose(body: Backbone, cache, anchor, start, size: int, path, **how) -> torch.Tensor:
+    """Logits [N, size - 1, V] of one draft pass; arguments as of `selfspec.draft.block.states`."""
+    return guesses(body, states(body, cache, anchor, start, size, path, **how), path)
 
 
 def backbone(family: str = "Llama", dtype: torch.dtype = torch.float64, path=None, **kwargs) -> Backbone:

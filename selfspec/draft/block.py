@@ -41,25 +41,6 @@ def draft_inputs(
     return DraftRows(masks.flatten(1), slots.expand(n, -1), features)
 
 
-def propose(
-    backbone: Backbone,
-    cache: KVCache,
-    anchor: Tensor,
-    start: Tensor,
-    size: int,
-    path,
-    features: Tensor | None = None,
-    n_keys: int | None = None,
-    known: Tensor | None = None,
-) -> Tensor:
-    """Marginals of the size - 1 positions after the anchor. See `states` for the arguments.
-
-    Returns:
-        [N, size - 1, V] logits; the mask's own vocabulary id is banned.
-    """
-    return guesses(backbone, states(backbone, cache, anchor, start, size, path, features, n_keys, known), path)
-
-
 def guesses(backbone: Backbone, states: Tensor, path) -> Tensor:
     """Marginals of drafts by their hidden states. [N, T, d] -> [N, T, V] logits, the mask's own id banned"""
     return ban_mask(backbone.logits(states), path.mask_id)
