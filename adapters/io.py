@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from selfspec import hub
 from selfspec.adapters.config import MaskPathConfig
 from selfspec.adapters.lora import LoraDelta
 from selfspec.adapters.path import MaskPathModel
@@ -206,6 +207,12 @@ def mismatch(wanted: dict[str, Any], model: PreTrainedModel, finetuned_base: boo
     return "its weights are not those it was trained on (for a fine-tuned base, pass finetuned_base=True)"
 
 
+def _name(model: PreTrainedModel) -> str | None:
+    """What the model was loaded as; None for one that was converted into this machine's cache."""
+    name = model.config.name_or_path
+    return None if not name or Path(name).is_relative_to(hub.cache_root()) else name
+
+
 def _fill(path: MaskPathModel, state: dict[str, Tensor], folder: Path) -> None:
     """Copy stored weights into the path, which is already where the model is; say what had to be converted."""
     own = dict(path.named_parameters())
@@ -252,5 +259,5 @@ def _peft_config(config: MaskPathConfig, names: dict[str, str], model: PreTraine
         target_modules=sorted(modules),
         bias="none",
         inference_mode=True,
-        base_model_name_or_path=model.config.name_or_path or None,
+        base_model_name_or_path=_name(model),
     )

@@ -284,6 +284,16 @@ def test_a_damaged_adapter_is_a_clear_error(name, tmp_path):
         io.load(tmp_path, model)
 
 
+def test_a_converted_models_folder_is_not_written_into_a_lora(tmp_path, monkeypatch):
+    """The shipped late adapter named the cache of the machine that it was trained on as its base model."""
+    model = build()
+    monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path / "cache"))
+    for name, written in ((str(tmp_path / "cache" / "a"), None), ("some/model", "some/model")):
+        model.config.name_or_path = name
+        folder = io.save(path_of(model, tuning="lora"), tmp_path / "out", model)
+        assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == written
+
+
 def test_an_adapter_that_does_not_exist(tmp_path):
     with pytest.raises(AdapterError, match=r"no adapter at 'no-such-adapter'.*selfspec\.json"):
         io.load("no-such-adapter", model_of())
