@@ -46,6 +46,8 @@ class MaskPathConfig:
         head_rank: hidden units of each head.
         acceptance: where a planner starts from: the share of drafts 1, 2, ... that verification accepted of those whose
             predecessors it accepted, bonus known, on texts like those to come. Empty: not measured.
+        acceptance_of: the same of other kinds of draft by their names, "block=4" (a smaller block), "tree=31" (by any
+            branch of so many nodes): what `selfspec profile --tell` measures.
     """
 
     block_size: int = 16
@@ -67,6 +69,7 @@ class MaskPathConfig:
     heads: tuple[str, ...] = ()
     head_rank: int = 256
     acceptance: tuple[float, ...] = ()
+    acceptance_of: dict[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
     fingerprint: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,8 +78,11 @@ class MaskPathConfig:
             object.__setattr__(self, name, None if value is None else tuple(value))
         if not isinstance(self.targets, str):
             object.__setattr__(self, "targets", tuple(self.targets))
-        shares = all(0 <= a <= 1 for a in self.acceptance)
-        _check(shares, "acceptance", self.acceptance, "shares between 0 and 1")
+        object.__setattr__(self, "acceptance_of", {k: tuple(v) for k, v in self.acceptance_of.items()})
+        for name, told in {"acceptance": self.acceptance, **self.acceptance_of}.items():
+            _check(all(0 <= a <= 1 for a in told), name, told, "shares between 0 and 1")
+        kinds = all(k.startswith(("block=", "tree=")) and told for k, told in self.acceptance_of.items())
+        _check(kinds, "acceptance_of", self.acceptance_of, 'names such as "block=4" and "tree=31", and shares of each')
         _check(self.block_size >= 2, "block_size", self.block_size, "at least 2 (slot 0 and one draft)")
         _check(self.entry >= 0, "entry", self.entry, "a layer index, 0 or more")
         _check(self.tuning in ("lora", "copy"), "tuning", self.tuning, "'lora' or 'copy'")

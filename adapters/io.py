@@ -89,11 +89,15 @@ def save(path: MaskPathModel, folder: str | Path, model: PreTrainedModel, dtype:
     if heads := {k: state.pop(k) for k in list(state) if k.startswith("heads.")}:
         save_file(heads, folder / HEADS_WEIGHTS, {"format": "pt"})
     save_file(state, folder / WEIGHTS, {"format": "pt"})
-    config = replace(path.config, fingerprint=fingerprint(model)).to_dict()
-    part = folder / f"{CONFIG}.part"
-    part.write_text(json.dumps({"format": FORMAT, **config}, indent=1) + "\n")
-    part.replace(folder / CONFIG)
+    write_config(folder, replace(path.config, fingerprint=fingerprint(model)))
     return folder
+
+
+def write_config(folder: Path, config: MaskPathConfig) -> None:
+    """Write an adapter's configuration, whole or not at all."""
+    part = folder / f"{CONFIG}.part"
+    part.write_text(json.dumps({"format": FORMAT, **config.to_dict()}, indent=1) + "\n")
+    part.replace(folder / CONFIG)
 
 
 def load(

@@ -179,9 +179,18 @@ def profile(
     contexts: SizeList = None,
     seconds: Annotated[float | None, typer.Option(min=0.1, help="Time budget; by default none.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is known.")] = False,
+    tell: Annotated[
+        list[Path] | None,
+        typer.Option(help="Prompts: measure what is accepted of every kind of draft instead; the adapter keeps it."),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Of those prompts.")] = 64,
     as_json: AsJson = False,
 ) -> int:
     """Measure what forwards cost by rows, requests, context and entry layer, and keep the table for the planner."""
+    if tell:
+        from selfspec import tell as telling
+
+        return telling.run(model, adapter, tell, limit, dtype, device, threads, as_json)
     from selfspec.costs import run
 
     asked = {"rows": rows, "requests": requests, "contexts": contexts}

@@ -76,7 +76,7 @@ def explained(model: SelfSpecModel, planner: Planner, prompt: list[int], cap: in
     return {
         "table": [_cost(planner, p, len(prompt)) for p in planner.plans],
         "estimate": {
-            " ".join(map(str, f if f.block else f[:3])): [round(float(c), 3) for c in planner.estimator.shared()[1][i]]
+            " ".join(map(str, f if f.block else f[:3])): [round(float(c), 3) for c in planner.estimator.shared()[i]]
             for i, f in enumerate(families)
         },
         "rounds": log,

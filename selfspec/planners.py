@@ -42,7 +42,7 @@ def planner_for(
     if table is None:
         table = table_of(bodies, seconds, slots)
     costs = costs_of(bodies, table)
-    priors = [p.acceptance or UNKNOWN for p in paths] or [UNKNOWN]
+    priors = [{"chain": p.acceptance, **p.acceptance_of} if p.acceptance else UNKNOWN for p in paths] or [UNKNOWN]
     kinds = [f for p in plans for f in families(p)]
     return Planner(costs, plans, Estimator(kinds, priors))
 
@@ -81,7 +81,7 @@ def table_of(bodies: Sequence[Backbone], seconds: float = 10.0, slots: int | Non
     end, table = time.perf_counter() + seconds, None
     for i, body in enumerate(bodies):
         budget = (end - time.perf_counter()) / (len(bodies) - i)
-        shared = () if table is None else tuple(p for p in table.points if p.kind in ("clean", "tree"))
+        shared = () if table is None else tuple(p for p in table.points if p.kind in ("clean", "tree", "head"))
         found = table_for(body, slots, seconds=budget, shared=shared)
         table = found if table is None else table.merged(found.points)
     assert table is not None

@@ -8,6 +8,8 @@ import tiny
 import torch
 
 from selfspec.backbone import Backbone
+from selfspec.plan import Plan
+from selfspec.plan.cost import Costs
 from selfspec.plan.latency import Latency, measure
 from selfspec.plan.surface import Surface
 from selfspec.plan.table import LatencyTable, setting, stored_at
@@ -140,7 +142,7 @@ def test_the_coarse_points_come_first(body):
     first = {(s.kind, s.requests, s.rows, s.context) for s in order[:8]}
     assert ("clean", 1, 1, 16) in first and ("clean", 1, 16, 16) in first and ("draft", 1, 4, 16) in first
     assert order[0].rows == 1 and len(order) == len(set(order))
-    assert {s.kind for s in order} == {"clean", "draft", "overlap", "tree"}
+    assert {s.kind for s in order} == {"clean", "draft", "head", "overlap", "tree"}
     assert all(s.context < tiny.POSITIONS for s in shapes(body, Sizes()))  # no more than the model has positions
 
 
@@ -183,7 +185,7 @@ def test_a_later_run_completes_an_earlier_one(body):
     assert [(p.kind, p.rows) for p in seen] == [("clean", 8)] and len(more.points) == len(some.points) + 1
 
 
-@pytest.mark.parametrize("kind, drafts", [("clean", 0), ("draft", 0), ("overlap", 8), ("tree", 3)])
+@pytest.mark.parametrize("kind, drafts", [("clean", 0), ("draft", 0), ("head", 0), ("overlap", 8), ("tree", 3)])
 def test_a_real_forward_is_timed(body, kind, drafts):
     found = measure(body, kind, 2, 4, 16, repeats=3, drafts=drafts)
     assert 0 < found.low <= found.ms <= found.high and found.entry == (2 if kind in ("draft", "overlap") else 0)
@@ -221,3 +223,22 @@ def test_at_load_a_few_shapes_do():
     sizes = at_load(128)
     assert sizes.requests == (1, 8, 32, 128) and at_load(1).requests == (1,) and at_load(64).requests[-1] == 64
     assert len(dataclasses.astuple(sizes)[0]) <= 6
+
+
+def test_a_cut_chain_is_not_charged_for_the_head_of_what_it_leaves():
+    """Rounds of 128 requests that verified 4 of 16 drafts were foretold to take 1.8 times what they took."""
+    points = [point("clean", 1, r, 1.0) for r in (1, 4, 16)] + [point("draft", 1, r, 2.0) for r in (4, 16)]
+    heads = [point("head", 1, 16, 1.2), point("head", 1, 4, 0.3)]
+    whole, cut = Plan("sequential", 16), Plan("sequential", 16, verify_length=4)
+    without, told = (Costs(LatencyTable(tuple(p), 30)) for p in (points, points + heads))
+    assert without.round(cut, 1, 512) == pytest.approx(3.0) == told.round(whole, 1, 512)
+    assert told.round(cut, 1, 512) == pytest.approx(1.0 + 2.0 - 0.9)
+
+
+@pytest.mark.parametrize("heads", [(), ("sampler",)])
+def test_trees_under_a_head_are_timed_as_they_are_grown(heads):
+    model = tiny.model_of("Llama", torch.float32)
+    found = measure(
+        Backbone(model, tiny.path_of(model, heads=heads, head_rank=4)), "tree", 2, 5, 16, repeats=3, drafts=3
+    )
+    assert found.ms > 0

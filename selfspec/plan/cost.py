@@ -48,7 +48,11 @@ class Costs:
             return verify, np.zeros(most + 1)
         if plan.tree:
             verify = verify + self._time(most, context, "tree", plan.tree_nodes)
-        return verify, self._time(most, context, "draft", plan.block_size, entry) * (plan.passes if plan.loop else 1)
+        draft = self._time(most, context, "draft", plan.block_size, entry) * (plan.passes if plan.loop else 1)
+        if plan.verify_length:  # what is not verified needs no head
+            heads = [self._time(most, context, "head", rows) for rows in (plan.block_size, plan.verify_length)]
+            draft = np.maximum(draft - np.maximum(heads[0] - heads[1], 0.0), 0.25 * draft)
+        return verify, draft
 
     def _time(self, most: int, context: int, kind: str, rows: int, entry: int = 0, drafts: int = 0) -> np.ndarray:
         """Milliseconds of a forward of 0..most requests."""

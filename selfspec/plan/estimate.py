@@ -1,131 +1,118 @@
 """How many drafts will be accepted: per request and position, from recent rounds.
 
-c[j] is the chance that draft j is accepted when all before it were. Three levels, each shrunk towards the one above:
-what the adapter promises; all requests, per kind of draft; this request. Between levels the shape of the curve is kept
-and the odds of failing move by one factor, how much harder this text is (a Rasch model): failures over successes, over
-what the curve above expected of the same trials. So one number per request says most of what its few rounds can say,
-and counts per position correct the shape where there are enough. What all requests say of a kind of draft is said as of
-texts of the usual hardness: otherwise kinds that are chosen for hard texts would look bad, and never be chosen again.
+c[j] is the chance that draft j is accepted when all before it were. Its log odds of failing are what the adapter tells
+of this family of drafts, plus what was learnt since:
+
+    log (1 - c[j]) / c[j] = told + all drafts + adapter + adapter at j + family + text          (a Rasch model)
+
+The terms but the last are one Gaussian belief, kept by an extended Kalman filter: a round that fails more often than
+foreseen raises each term by its share of the doubt, so what all drafts have in common is not blamed on the family that
+happened to run, and a family that never ran follows its kin. A text's own term has a variance of its own; it starts
+afresh with every text. Kinds that are chosen for hard texts do not look bad for it, and the doubt that is left says how
+much could be hoped of what has not run (`doubt`).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Sequence
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from selfspec.plan import BLOCKS, Plan
+from selfspec.plan import BLOCKS
+from selfspec.plan.family import DEPTH, LEAST, MOST, Family, families, harder, told
 
-DEPTH = 15  # drafts of the largest block; a tree is no deeper
-OWN, SHAPE = 6.0, 16.0  # trials that a text's own odds, and its own curve's shape, are set against
-HALF = 0.5  # of a text's log odds is its own where counts are taken for usual ones: a streak looks like a hard text
-KIN = 40.0  # trials that all of smaller blocks count for in the whole one
-LEAST, MOST = 1e-3, 0.999
-FADE = 0.998  # of counts over all requests, per round
+__all__ = ["DEPTH", "Estimator", "Family", "families", "harder"]
 
-
-class Family(NamedTuple):
-    """Drafts that are accepted alike.
-
-    Some adapters lose little by blocks smaller than the one that they were trained for, others a sixth of their tokens.
-
-    Attributes:
-        source: "known" (the bonus in slot 0), "hidden" (a mask there), "loop" or "lookup"; "ar" in traces only.
-        adapter: index.
-        nodes: of a tree, 0 for a chain; "accepted at position j" then means by any branch.
-        block: of a chain that is drafted in one pass in a smaller block than the largest; 0 stands for whole ones.
-    """
-
-    source: str
-    adapter: int = 0
-    nodes: int = 0
-    block: int = 0
-
-
-@cache
-def families(plan: Plan) -> tuple[Family, Family]:
-    """The families of a plan's rounds: with a draft made for the round, and with one saved by an overlapped round."""
-    if plan.lookup:
-        return Family("lookup"), Family("lookup")
-    nodes = plan.tree_nodes if plan.tree else 0
-    chain = plan.drafts and not (plan.tree or plan.loop)
-    cut = plan.block_size if chain and plan.block_size < BLOCKS[-1] else 0
-    made = Family("loop" if plan.loop else "known", plan.adapter, nodes, cut)
-    return made, Family("hidden", plan.adapter, nodes) if plan.overlap else made
+SLICES = (slice(0, 1), slice(1, 3), slice(3, 7), slice(7, DEPTH))  # positions that move together
+BINS = np.repeat(range(len(SLICES)), [s.stop - s.start for s in SLICES])
+# standard deviations of terms before anything has run: where the adapter tells its acceptance, and where it is guessed
+ALL, ADAPTER, SHAPE, FAMILY, GUESSED = 0.3, (0.2, 1.0), (0.15, 0.6), (0.1, 0.5), 0.25
+TEXT, COPY = 0.5, 1.5  # of texts, to drafts and to what is looked up in them
+DRIFT, TURN = 2e-4, 0.02  # variance that a round adds to shared terms; share of a text's own that a round renews
 
 
 class Estimator:
-    """Conditional acceptance of every running request. Host side; a round costs the same however long the text is.
+    """Acceptance of every family, over all requests and for each.
 
     Args:
-        kinds: families to keep; the chains that trees are judged by are added.
-        priors: per adapter, the acceptance to begin with: one number, or one a position.
-        fade: how a request's counts fade per round.
-        window: rounds that are set against the counts; where they contradict them, the counts begin anew from them.
+        kinds: families that may run.
+        priors: of each adapter: the acceptance of its chains (one number, or one a position, the last going on), or
+            what it tells by name of family (`selfspec.plan.family.told`).
+        sure: whether each adapter tells its acceptance rather than being guessed at; by default where it is a mapping
+            or a sequence.
+
+    Attributes:
+        kinds: all families, kin of the given ones included.
+        index: of every family.
+        own: what is known of the texts: key -> `_Text`.
     """
 
     def __init__(
         self,
         kinds: Sequence[Family] = (),
-        priors: Sequence[float | Sequence[float]] = (0.7,),
-        fade: float = 0.95,
-        window: int = 6,
+        priors: Sequence[float | Sequence[float] | Mapping[str, Sequence[float]]] = (0.7,),
     ):
+        known = [p if isinstance(p, Mapping) else {"chain": np.atleast_1d(p).tolist()} for p in priors]
+        self._sure = [not isinstance(p, (int, float)) for p in priors]
         widest: dict[int, int] = {}  # of adapters that know no larger block: for them it is whole
         for k in kinds:
             if k.source == "known" and not k.nodes:
                 widest[k.adapter] = max(widest.get(k.adapter, 0), k.block or BLOCKS[-1])
         whole = {k for k in kinds if k.block and k.block == widest[k.adapter]}
-        kinds = [k for k in kinds if k not in whole]
-        kin = [Family("known", i) for i in range(len(priors))] + [k._replace(nodes=0) for k in kinds] + list(kinds)
-        self.kinds = sorted(set(kin), key=_stage)  # parents first
+        kin = [Family("known", i) for i in range(len(known))] + [k._replace(nodes=0) for k in kinds if k not in whole]
+        self.kinds = sorted({*kin, *(k for k in kinds if k not in whole)})
         self.index = {k: i for i, k in enumerate(self.kinds)}
         self.index |= {k: self.index[k._replace(block=0)] for k in whole}
-        self.fade, self.window = fade, window
+        self.copied = np.array([k.source == "lookup" for k in self.kinds])
+        found = [told(k, known[k.adapter]) for k in self.kinds]
+        self.base = np.stack([np.log((1 - c) / c) for c, _ in found])  # [F, DEPTH] log odds of failing
         self.effect = _Effect()
-        self.own: dict[Hashable, _Own] = {}
-        self._lookup = np.array([k.source == "lookup" for k in self.kinds])
-        f = len(self.kinds)
-        self._start = np.array([_curve(0.3 if k.source == "lookup" else priors[k.adapter]) for k in self.kinds])
-        self.won, self.tried = np.zeros((f, DEPTH)), np.zeros((f, DEPTH))  # fading, over all requests
-        self._sums = np.zeros((f, 3))  # failures, failures that the prior curve expected, trials
-        self._kin = np.zeros((f, 3))  # the same of smaller blocks, for the whole one that they are cut from
-        self._usual = np.zeros(2)  # trials, and the mean log odds of failing of the texts that they came from
-        self._lately = np.zeros(3)  # failures, failures that the shared curves expected, trials of all drafts
-        stages = np.array([_stage(k)[0] for k in self.kinds])
-        self._stages = [np.flatnonzero(stages == s) for s in range(3)]
-        self.parent = np.array([self.index[_parent(k)] for k in self.kinds])
-        odds = {"hidden": 1.6, "loop": 0.9}
-        self._odds = np.array([odds.get(k.source, 1.0) for k in self.kinds])[:, None]
-        # further candidates catch a share of the failures that grows with the logarithm of the nodes
-        self._catch = np.array([0.04 * np.log2(k.nodes) if k.nodes else 0.0 for k in self.kinds])[:, None]
-        self._curves: tuple[np.ndarray, np.ndarray] | None = None
+        self.own: dict[Hashable, _Text] = {}
+        self._terms(len(known), [f for _, f in found])
+        self._shift: np.ndarray | None = None
+        self._waiting: dict[tuple[Hashable, int, int], np.ndarray] = {}
 
-    @property
-    def now(self) -> float:
-        """How many times the usual odds of failing texts have lately: what a new request is taken for."""
-        failed, expected, trials = self._lately.tolist()
-        return _odds(failed, expected, trials, weight=10.0)
+    def _terms(self, adapters: int, exact: list[bool]) -> None:
+        """Lay out the shared terms: all drafts, adapters, adapters by bin, families; and what is doubted of each."""
+        bins, f = len(SLICES), len(self.kinds)
+        first = 1 + adapters + adapters * bins
+        self.of = np.zeros((f, bins, 4), int)  # terms of each family at each bin
+        wide = [ALL, *(ADAPTER[not s] for s in self._sure), *np.repeat([SHAPE[not s] for s in self._sure], bins)]
+        for i, k in enumerate(self.kinds):
+            for b in range(bins):
+                shape = 1 + adapters + k.adapter * bins + b
+                self.of[i, b] = [first + i] * 4 if self.copied[i] else [0, 1 + k.adapter, shape, first + i]
+            guess = FAMILY[0] if exact[i] else GUESSED if self._sure[k.adapter] else FAMILY[1]
+            wide.append(COPY if self.copied[i] else guess)
+        self.mean, self._wide = np.zeros(len(wide)), np.array(wide)
+        self.doubts, self._diagonal = np.diag(self._wide**2), np.diag_indices(len(wide))
 
-    def shared(self) -> tuple[np.ndarray, np.ndarray]:
-        """Priors and curves of all families over all requests. [F, DEPTH] each"""
-        if self._curves is None:
-            prior, out = self._start.copy(), np.empty_like(self._start)
-            kin = self._kin * np.minimum(1.0, KIN / np.maximum(self._kin[:, 2:], KIN))  # a start, soon outweighed
-            odds = _odds(*(self._sums + kin).T)[:, None]
-            for stage, at in enumerate(self._stages):
-                if stage == 1:
-                    prior[at] = harder(out[self.parent[at]], self._odds[at])
-                if stage == 2:
-                    chain = out[self.parent[at]]
-                    prior[at] = np.clip(chain + (1 - chain) * self._catch[at], LEAST, MOST)
-                level = harder(prior[at], odds[at])
-                out[at] = np.clip((self.won[at] + 24 * level) / (self.tried[at] + 24), LEAST, MOST)
-            self._curves = prior, out
-        return self._curves
+    def _at(self, i: int, b: int) -> np.ndarray:
+        """The terms of a family at a bin, each once."""
+        return self.of[i, b, :1] if self.copied[i] else self.of[i, b]
+
+    def shared(self) -> np.ndarray:
+        """Conditional acceptance of all families, on a text like any. [F, DEPTH]"""
+        self._settle()
+        return _chance(self._odds())
+
+    def _odds(self) -> np.ndarray:
+        """Log odds of failing, texts apart. [F, DEPTH]"""
+        if self._shift is None:
+            parts = self.mean[self.of]  # [F, bins, 4]
+            moved = np.where(self.copied[:, None], parts[..., 0], parts.sum(2))
+            self._shift = self.base + moved[:, BINS]
+        return self._shift
+
+    def doubt(self, used: Family | None = None) -> np.ndarray:
+        """Standard deviation of each family's log odds, at its first drafts, against those of a family in use. [F]"""
+        self._settle()
+        rows = np.zeros((len(self.kinds), len(self.mean)))
+        for i in range(len(self.kinds)):
+            rows[i, self._at(i, 1)] = 1.0
+        if used is not None:
+            rows = rows - rows[self.index[used]]
+        return np.sqrt(np.maximum(((rows @ self.doubts) * rows).sum(1), 0.0))
 
     def all(self, keys: Sequence[Hashable], features: np.ndarray | None = None) -> np.ndarray:
         """Conditional acceptance of each request in every family.
@@ -138,14 +125,14 @@ class Estimator:
         Returns:
             [F, n, DEPTH]
         """
-        n, (_, shared) = len(keys), self.shared()
-        mine, now = [self.own.get(k) for k in keys], self.now
-        odds = np.ones((len(self.kinds), n))
-        odds[~self._lookup] = self.effect.factor(features, n) * [now if o is None else o.odds(now) for o in mine]
-        level = harder(shared[:, None], odds[:, :, None])
-        none = np.zeros((2, *self.won.shape))
-        won, tried = np.stack([none if o is None else o.counts for o in mine], 2)
-        return np.clip((won + SHAPE * level) / (tried + SHAPE), LEAST, MOST)
+        self._settle()
+        n = len(keys)
+        text = np.zeros((2, n))  # drafts, copies
+        for i, key in enumerate(keys):
+            if key in self.own:
+                text[:, i] = self.own[key].mean
+        text[0] += self.effect.weighed(features, n)
+        return _chance(self._odds()[:, None] + text[self.copied.astype(int)][:, :, None])
 
     def curves(self, keys: Sequence[Hashable], family: Family, features: np.ndarray | None = None) -> np.ndarray:
         """The same of one family. [n, DEPTH]"""
@@ -158,6 +145,7 @@ class Estimator:
         offered: Sequence[int] | np.ndarray,
         accepted: Sequence[int] | np.ndarray,
         features: np.ndarray | None = None,
+        texts: int = 1,
     ) -> None:
         """Book a round.
 
@@ -168,165 +156,121 @@ class Estimator:
                 it could still take.
             accepted: drafts accepted, per request.
             features: as in `all`, what they were before the draft.
+            texts: that a key stands for: the mean of many varies less than one.
         """
-        f, n = self.index[family], len(keys)
-        priors, shared = self.shared()
+        f = self.index[family]
         d, a = np.minimum(offered, DEPTH), np.minimum(accepted, DEPTH)
         position = np.arange(DEPTH)
-        tried = position < np.minimum(a + 1, d)[:, None]  # [n, DEPTH]
-        won = position < np.minimum(a, d)[:, None]
-        if n > 1 and len(set(keys)) == 1:
-            keys, n, won, tried = keys[:1], 1, won.sum(0, keepdims=True), tried.sum(0, keepdims=True)
+        tried = (position < np.minimum(a + 1, d)[:, None]).astype(float)  # [n, DEPTH]
+        failed = tried - (position < np.minimum(a, d)[:, None])
+        seen = np.stack([(position < d[:, None]).astype(float), tried, failed])  # [3, n, DEPTH]
+        if len(keys) > 1 and len(set(keys)) == 1:
+            keys, seen = keys[:1], seen.sum(1, keepdims=True)
             features = None if features is None or np.isnan(features).all() else np.nanmean(features, keepdims=True)
-        odds = np.ones(n) if self._lookup[f] else self.effect.factor(features, n)
-        mine = [self.own.get(k) for k in keys]
-        hard = odds * [self.now if o is None else o.odds(self.now) for o in mine]
-        failed, trials = tried.sum(1) - won.sum(1), tried.sum(1)
-        expected = (tried * (1 - harder(shared[f], odds[:, None]))).sum(1)
-        surprise, now = np.zeros(n), self.now
-        for i, sums in enumerate(zip(failed.tolist(), expected.tolist(), trials.tolist(), strict=True)):
-            own = self.own.setdefault(keys[i], _Own(self.fade, self.window, self.won.shape))
-            surprise[i] = own.add(_Round(f, won[i], tried[i], *sums, not self._lookup[f]), now)
-        if not self._lookup[f]:
-            self.effect.learn(features, surprise)
-            self._lately = 0.97 * self._lately + (failed.sum(), expected.sum(), trials.sum())
-        if not self._lookup[f] and trials.sum():
-            self._usual[0] = min(self._usual[0] + trials.sum(), 1024)
-            self._usual[1] += (np.log(hard) - self._usual[1]) @ trials / self._usual[0]
-            won, tried = as_usual(won, tried, shared[f], (hard / np.exp(self._usual[1])) ** HALF)
-        won, tried = won.sum(0), tried.sum(0)
-        lost = float((tried - won).sum())
-        self.won[f] = FADE * self.won[f] + won
-        self.tried[f] = FADE * self.tried[f] + tried
-        self._sums[f] = FADE * self._sums[f] + (lost, float(tried @ (1 - priors[f])), tried.sum())
-        if self.kinds[f].block:
-            whole = self.parent[f]
-            by_start = float(tried @ (1 - self._start[whole]))
-            self._kin[whole] = FADE * self._kin[whole] + (lost, by_start, tried.sum())
-        self._curves = None
+        if len(keys) > 1 or features is not None:
+            self._settle()
+            self._book(keys, f, seen, features, texts)
+        else:  # a planner asks only every few rounds: those between are booked at once
+            sums = self._waiting.setdefault((keys[0], f, texts), np.zeros((3, 1, DEPTH)))
+            sums += seen
+
+    def _settle(self) -> None:
+        """Book the rounds that wait."""
+        waiting, self._waiting = self._waiting, {}
+        for (key, f, texts), seen in waiting.items():
+            self._book([key], f, seen, None, texts)
+
+    def _book(self, keys, f, seen, features, texts) -> None:
+        """Learn from rounds that offered a draft, tried it, and saw it fail, of each key. [3, n, DEPTH]
+
+        What is expected to be tried says how much can be learnt: trials end with a failure, so steps by what was really
+        tried would be longer after early failures than after late ones.
+        """
+        offered, tried, failed = seen
+        if not offered.any():
+            return
+        copied = int(self.copied[f])
+        self.doubts[self._diagonal] += DRIFT * self._wide
+        bound = (COPY if copied else TEXT) ** 2 / texts
+        own = [self.own.setdefault(k, _Text(texts)) for k in keys]
+        text = np.array([t.turned(copied, bound) for t in own])  # [n, 2] mean, variance
+        fixed = 0.0 if copied else self.effect.weighed(features, len(keys))
+        chance = 1 - _chance(self._odds()[f] + (text[:, 0] + fixed)[:, None])  # of failing
+        due = offered * _reached(chance)
+        some = tried.any(0)
+        for b, here in enumerate(SLICES):
+            if some[here].any():
+                self._learn(self._at(f, b), f, due[:, here], tried[:, here], failed[:, here], text, fixed, here)
+        for t, (mean, variance) in zip(own, text.tolist(), strict=True):
+            t.mean[copied], t.variance[copied] = mean, variance
+        if not copied and features is not None:
+            self.effect.learn(features, failed.sum(1) - (tried * chance).sum(1))
+
+    def _learn(self, at, f, due, tried, failed, text, fixed, here) -> None:
+        """One step of the filter by a bin's trials [n, positions]; `text` [n, 2] is changed in place."""
+        chance = 1 - _chance(self._odds()[f, here] + (text[:, 0] + fixed)[:, None])  # of failing
+        information = (due * chance * (1 - chance)).sum(1)  # [n]
+        missed = (failed - tried * chance).sum(1)
+        cover = self.doubts[:, at].sum(1)  # covariance of every term with what these trials show
+        spread = float(cover[at].sum())
+        own = text[:, 1].copy()
+        weight = 1 / (1 + information * own)
+        total, said = float((weight * information).sum()), float((weight * missed).sum())
+        step = said / (1 + total * spread)
+        self.mean += cover * min(max(step, -1 / spread), 1 / spread)
+        self.doubts -= np.outer(cover, cover) * (total / (1 + total * spread))
+        gain = own / (1 + information * (own + spread))
+        text[:, 0] = np.clip(text[:, 0] + np.clip(gain * missed, -2.0, 2.0), -4.0, 4.0)
+        text[:, 1] = own * (1 - gain * information)
+        self._shift = None
 
     def tau(self, family: Family) -> float:
         """Tokens that a full round of the family emits, over all requests."""
-        return 1 + float(np.cumprod(self.shared()[1][self.index[family]]).sum())
+        return 1 + float(np.cumprod(self.shared()[self.index[family]]).sum())
 
     def renew(self, key: Hashable, share: float) -> None:
         """A share of the requests that a key stands for have left; of the next ones no more is known than of any."""
+        self._settle()
         own = self.own.get(key)
         if own is not None:
-            own.scale(1 - share)
+            own.renew(share)
 
     def forget(self, key: Hashable) -> None:
         """A request is gone: the next one's text may be of another kind."""
+        self._settle()
         self.own.pop(key, None)
-        self._lately *= 0.1
 
 
-def harder(curve: np.ndarray, odds: np.ndarray | float) -> np.ndarray:
-    """A curve whose odds of failing are multiplied."""
-    return curve / (curve + (1 - curve) * odds)
+def _reached(failing: np.ndarray) -> np.ndarray:
+    """The chance that draft j is tried at all. [n, DEPTH] -> [n, DEPTH]"""
+    survived = np.cumprod(1 - failing, 1)
+    return np.concatenate([np.ones((len(failing), 1)), survived[:, :-1]], 1)
 
 
-def as_usual(won: np.ndarray, tried: np.ndarray, curve: np.ndarray, odds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Counts as texts of the usual odds would have given them.
+class _Text:
+    """What is known of a text, or of the mean of many: its terms for drafts and for copies, and their variances."""
 
-    With q the usual share of failures a text fails q' = q odds / (1 - q + q odds); a success counts 1 - q + q odds and
-    a failure that over the odds, which makes their expectations 1 - q and q again.
+    def __init__(self, texts: int) -> None:
+        self.mean, self.variance = [0.0, 0.0], [TEXT**2 / texts, COPY**2 / texts]
+        self.bounds = list(self.variance)
 
-    Args:
-        won: [n, DEPTH] bool or counts.
-        tried: likewise.
-        curve: [DEPTH] the usual acceptance.
-        odds: [n] how many times the usual odds of failing each text has.
-    """
-    odds = np.clip(odds, 0.2, 5.0)[:, None]
-    weight = curve + (1 - curve) * odds  # [n, DEPTH]
-    wins = won * weight
-    return wins, wins + (tried * 1.0 - won) * weight / odds
+    def turned(self, copied: int, bound: float) -> tuple[float, float]:
+        """Mean and variance, a round later."""
+        self.bounds[copied] = bound
+        self.mean[copied] *= 1 - TURN
+        return self.mean[copied], min(self.variance[copied] + 2 * TURN * bound, bound)
 
-
-def _odds(failed, expected, trials, target=1.0, weight=6.0):
-    """How many times the expected odds of failing were seen, shrunk towards a target by so many trials."""
-    share = (expected + 0.5) / (trials + 1)
-    prior = share * target / (1 - share + share * target)
-    return (failed + weight * prior) / (trials - failed + weight * (1 - prior)) * (1 - share) / share
+    def renew(self, share: float) -> None:
+        """A share of the texts are others now."""
+        kept = (1 - share) ** 2
+        for i, bound in enumerate(self.bounds):
+            self.mean[i] *= 1 - share
+            self.variance[i] = kept * self.variance[i] + (1 - kept) * bound
 
 
-def _stage(family: Family) -> tuple[int, Family]:
-    return (2 if family.nodes else 1 if family.block or family.source in ("hidden", "loop") else 0), family
-
-
-def _parent(family: Family) -> Family:
-    """The kin that a family is judged by until it has been tried."""
-    if family.nodes:
-        return family._replace(nodes=0)
-    return family._replace(source="known", block=0) if family.source in ("hidden", "loop") else family._replace(block=0)
-
-
-class _Round(NamedTuple):
-    """What one round showed of one request: [DEPTH] arrays, and sums with what the shared curve expected."""
-
-    family: int
-    won: np.ndarray
-    tried: np.ndarray
-    failed: float
-    expected: float
-    trials: float
-    drafted: bool  # rather than looked up
-
-
-class _Own:
-    """One request: how hard its text is, and counts [2 (won, tried), F, DEPTH]."""
-
-    def __init__(self, fade: float, window: int, shape: tuple[int, ...]):
-        self.fade, self.recent = fade, deque[_Round](maxlen=window)
-        self.counts = np.zeros((2, *shape))
-        self.failed = self.expected = self.trials = 0.0
-
-    def odds(self, target: float) -> float:
-        """How many times the shared odds of failing this text has; about what others have lately, until it shows."""
-        return _odds(self.failed, self.expected, self.trials, target, OWN)
-
-    def add(self, seen: _Round, target: float) -> float:
-        """Book a round. Returns its failures beyond what was foreseen."""
-        foreseen = _foreseen(seen.expected, seen.trials, self.odds(target))[0]
-        self.recent.append(seen)
-        self._book(seen)
-        if len(self.recent) == self.recent.maxlen and self._contradicted(target):
-            self.counts[:] = 0.0
-            self.failed = self.expected = self.trials = 0.0
-            for earlier in self.recent:
-                self._book(earlier)
-        return seen.failed - foreseen
-
-    def scale(self, factor: float) -> None:
-        """Let what was booked count less."""
-        self.counts *= factor
-        self.failed, self.expected, self.trials = (factor * x for x in (self.failed, self.expected, self.trials))
-
-    def _book(self, seen: _Round) -> None:
-        if seen.drafted:
-            self.failed = self.fade * self.failed + seen.failed
-            self.expected = self.fade * self.expected + seen.expected
-            self.trials = self.fade * self.trials + seen.trials
-        self.counts[:, seen.family] *= self.fade
-        self.counts[0, seen.family] += seen.won
-        self.counts[1, seen.family] += seen.tried
-
-    def _contradicted(self, target: float) -> bool:
-        """Whether the window failed much more, or less, often than the counts say (2.75 standard deviations)."""
-        failed = expected = trials = 0.0
-        for r in self.recent:
-            if r.drafted:
-                failed, expected, trials = failed + r.failed, expected + r.expected, trials + r.trials
-        foreseen, variance = _foreseen(expected, trials, self.odds(target))
-        return abs(failed - foreseen) > 2.75 * (variance + 0.5) ** 0.5
-
-
-def _foreseen(expected: float, trials: float, odds: float) -> tuple[float, float]:
-    """Mean and variance of the failures among trials, the expected odds multiplied."""
-    share = expected / trials if trials else 0.0
-    share = share * odds / (1 - share + share * odds)
-    return trials * share, trials * share * (1 - share)
+def _chance(odds: np.ndarray) -> np.ndarray:
+    """Acceptance, of log odds of failing."""
+    return np.clip(1 / (1 + np.exp(np.clip(odds, -30, 30))), LEAST, MOST)
 
 
 class _Effect:
@@ -342,9 +286,9 @@ class _Effect:
         z = (np.asarray(features, float) - self.mean) / max(self.var, 1e-12) ** 0.5
         return np.clip(np.nan_to_num(z, nan=0.0), -3, 3)
 
-    def factor(self, features: np.ndarray | None, n: int) -> np.ndarray:
-        """[n]"""
-        return np.exp(np.clip(self.weight * self._standard(features, n), -1.5, 1.5))
+    def weighed(self, features: np.ndarray | None, n: int) -> np.ndarray:
+        """What it adds to the log odds. [n]"""
+        return np.clip(self.weight * self._standard(features, n), -1.5, 1.5)
 
     def learn(self, features: np.ndarray | None, surprise: np.ndarray) -> None:
         """One step up the likelihood; surprise [n] is failures minus what was expected."""
@@ -356,9 +300,3 @@ class _Effect:
         known = np.asarray(features, float)[~np.isnan(features)]
         self.var += rate * (float(np.mean((known - self.mean) ** 2)) - self.var)
         self.mean += rate * (float(known.mean()) - self.mean)
-
-
-def _curve(value: float | Sequence[float]) -> np.ndarray:
-    """[DEPTH], the last value going on."""
-    given = np.atleast_1d(np.asarray(value, float))[:DEPTH]
-    return np.clip(np.concatenate([given, np.full(DEPTH - len(given), given[-1])]), LEAST, MOST)

@@ -12,8 +12,8 @@ import torch
 from selfspec import rows
 from selfspec.backbone import Backbone
 from selfspec.draft.block import draft_inputs
-from selfspec.draft.condition import Given, condition_of, propose
-from selfspec.draft.tree import best_first
+from selfspec.draft.condition import CANDIDATES, Given, condition_of, propose
+from selfspec.draft.tree import best_first, grow
 
 REPLAYS = 8  # of a graph in a row: rounds are launched ahead too, so the host's launch and wait are no part of a pass
 
@@ -23,8 +23,10 @@ class Latency:
     """One measured point.
 
     Attributes:
-        kind: "clean" (verify rows at all layers, head included), "draft" (a group from the entry layer on), "overlap"
-            (clean rows, and draft rows that join them at the entry layer) or "tree" (what builds a tree of a draft).
+        kind: "clean" (verify rows at all layers, head included), "draft" (a group from the entry layer on, its head
+            included), "head" (that head alone: of a chain that is cut no more rows need it than are verified),
+            "overlap" (clean rows, and draft rows that join them at the entry layer) or "tree" (what builds a tree of a
+            draft).
         requests: N.
         rows: rows per request; of an overlap its clean rows, of a tree its nodes.
         entry: first layer that draft rows run through; 0 where there are none.
@@ -63,7 +65,7 @@ def measure(
 
     Args:
         backbone: with a mask path when `kind` is "draft" or "overlap".
-        kind: "clean", "draft", "overlap" or "tree".
+        kind: "clean", "draft", "head", "overlap" or "tree".
         n: requests.
         r: rows per request; of an overlap its clean rows, of a tree its nodes.
         context: committed positions.
@@ -79,10 +81,12 @@ def measure(
     ids = torch.randint(backbone.vocab_size, (n, r), device=backbone.device)
     entry = backbone.path.entry if kind in ("draft", "overlap") and backbone.path is not None else 0
     if kind == "tree":
-        guessed = torch.randn(n, drafts, backbone.vocab_size, device=backbone.device, dtype=backbone.dtype)
+        run = _growth(backbone, ids[:, 0], drafts, r)
+    elif kind == "head":
+        some = torch.randn(n, r, _width(backbone), device=backbone.device, dtype=backbone.dtype)
 
         def run() -> None:
-            best_first(ids[:, 0], guessed, r)
+            _condition(backbone, some, backbone.logits(some), ids[:, 0])
     elif kind == "clean":
         layout = rows.chain(start, r)
 
@@ -111,6 +115,21 @@ def measure(
     return Latency(kind, n, r, entry, context, graph, statistics.median(times), min(times), max(times), drafts)
 
 
+def _growth(backbone: Backbone, anchor: torch.Tensor, drafts: int, nodes: int) -> Callable[[], None]:
+    """What builds trees of so many drafts: where a head conditions them, over what may follow each candidate."""
+    shape, device = (len(anchor), drafts, CANDIDATES), backbone.device
+    if condition_of(backbone) is None:
+        guessed = torch.randn(len(anchor), drafts, backbone.vocab_size, device=device, dtype=backbone.dtype)
+        return lambda: _nothing(best_first(anchor, guessed, nodes))
+    given = torch.randn(*shape, CANDIDATES, device=device)
+    top, order = given.log_softmax(-1).sort(-1, descending=True)
+    ids = torch.randint(backbone.vocab_size, shape, device=device)
+    return lambda: _nothing(grow(anchor, top, ids, nodes, order))
+
+
+def _nothing(_: object) -> None: ...
+
+
 def _condition(backbone: Backbone, states: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor) -> None:
     """What a draft costs beside its forward, where a head conditions it: all but the growth of a tree."""
     condition = condition_of(backbone)
@@ -123,8 +142,12 @@ def _features(backbone: Backbone, n: int) -> torch.Tensor | None:
     path = backbone.path
     if path is None or not path.taps:
         return None
-    width = backbone.embed(torch.zeros(1, 1, dtype=torch.long, device=backbone.device)).shape[-1]
-    return torch.zeros(n, 1, len(path.taps) * width, dtype=backbone.dtype, device=backbone.device)
+    return torch.zeros(n, 1, len(path.taps) * _width(backbone), dtype=backbone.dtype, device=backbone.device)
+
+
+def _width(backbone: Backbone) -> int:
+    """Of hidden states."""
+    return int(backbone.embed(torch.zeros(1, 1, dtype=torch.long, device=backbone.device)).shape[-1])
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:

@@ -358,9 +358,10 @@ class Planner:
                 who = who[np.array(views.saved or [False] * len(views))[who] == want]
             if len(who):
                 keys = self._judged(views.keys)
+                texts = len(views) if keys == POOL else 1
                 keys = POOL * len(who) if keys == POOL else [views.keys[i] for i in who]
                 features = None if views.features is None else views.features[who]
-                self.estimator.observe(keys, family, offered[who], accepted[who], features)
+                self.estimator.observe(keys, family, offered[who], accepted[who], features, texts)
 
     def forget(self, key: Hashable) -> None:
         """A request is gone."""

@@ -60,15 +60,13 @@ class Probe:
     def _hopes(self, planner: Planner, n: int, context: float) -> list[tuple[float, int, Family]]:
         """(tokens per ms at best, plan, family) of every family whose turn it could be and that may win."""
         estimator, values = planner.estimator, planner.values
-        age = self.round - np.array([self.last.get(f, 0) for f in estimator.kinds])
-        tried = estimator.tried[:, 0] * 0.998**age
-        tried = tried + 0.5 * tried[estimator.parent]  # kin tell much of each other
-        curves = harder(estimator.shared()[1], np.exp(-1.5 / (1 + tried / 4) ** 0.5)[:, None])  # [F, DEPTH]
+        used = {f for k in planner.current for f in families(planner.plans[k])}
+        doubt = estimator.doubt(next(iter(sorted(used)), None) if len(used) == 1 else None)
+        curves = harder(estimator.shared(), np.exp(-doubt)[:, None])  # [F, DEPTH]
         many = np.full(1, 1 << 30)
         tokens, hit = values.tokens(curves.cumprod(1)[:, None], many, many)
         ms = values.ms(np.array([n]), context, hit)[:, 0] * planner.factors(n)  # [K]
         hope = n * tokens[0] / ms
-        used = {f for k in planner.current for f in families(planner.plans[k])}
         found: dict[Family, tuple[float, int, Family]] = {}
         for k in np.argsort(-hope).tolist():
             if hope[k] <= planner.rate:

@@ -21,7 +21,7 @@ from selfspec.machine import device_name, versions
 from selfspec.plan.latency import Latency
 from selfspec.plan.surface import Surface
 
-FORMAT = 4  # part of the cache key: raise it when what is stored or measured changes
+FORMAT = 5  # part of the cache key: raise it when what is stored or measured changes
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class LatencyTable:
         clean rows below the entry layer and all rows from there on, times what measured overlaps took beyond that.
 
         Args:
-            kind: "clean", "draft", "overlap" or "tree"; what was never measured of the last costs nothing.
+            kind: "clean", "draft", "head", "overlap" or "tree"; heads and trees that were never measured cost
+                nothing.
             rows: per request; of an overlap its clean rows, of a tree its nodes.
             requests: N, or an array of such.
             context: committed positions.
@@ -78,7 +79,7 @@ class LatencyTable:
         """
         if kind == "clean":
             return self._surfaces["clean", 0](requests, rows, context)
-        if kind == "tree":
+        if kind in ("tree", "head"):
             known = self._surfaces.get((kind, 0))
             return known(requests, rows, context) if known else np.zeros(np.shape(requests))
         if kind == "draft":
@@ -178,7 +179,7 @@ def setting(backbone: Backbone, graph: bool) -> dict[str, Any]:
     """What a table depends on: machine, libraries, shapes, dtype, kernels. Weights' values do not matter."""
     path = getattr(backbone.path, "config", None)
     config, path_config = backbone.config.to_dict(), {} if path is None else path.to_dict()
-    for name in ("_name_or_path", "transformers_version", "fingerprint", "mask_id"):
+    for name in ("_name_or_path", "transformers_version", "fingerprint", "mask_id", "acceptance", "acceptance_of"):
         config.pop(name, None)
         path_config.pop(name, None)
     return {

@@ -12,12 +12,12 @@ import torch
 
 from selfspec.backbone import Backbone
 from selfspec.graphs import capturable
-from selfspec.plan import BLOCKS
+from selfspec.plan import BLOCKS, CUTS
 from selfspec.plan.latency import REPLAYS, Latency, measure
 from selfspec.plan.table import LatencyTable, setting, stored_at
 
 MOST_ROWS = 4096  # of one forward; beyond it every row costs alike, and extrapolation says so
-PER_POINT = 0.2  # seconds of repeats
+PER_POINT = 0.1  # seconds of repeats
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def shapes(backbone: Backbone, sizes: Sizes) -> list[Shape]:
     turns: list[tuple[int, int, Shape]] = []
     for i, n in _bisected(sizes.requests) if blocks else ():  # a draft's trees know no context
         turns += [(i + j + 2, 3, Shape("tree", n, m, contexts[0], most - 1)) for j, m in enumerate(sizes.trees)]
+        turns += [(i + j + 2, 4, Shape("head", n, b, contexts[0])) for j, b in enumerate(_heads(blocks))]
     for (i, n), (k, c) in product(_bisected(sizes.requests), _bisected(contexts)):
         turns += [(i + j + k, 0, Shape("clean", n, r, c)) for j, r in _bisected(sizes.rows)]
         turns += [(i + j + k + 1, 1, Shape("draft", n, b, c)) for j, b in _bisected(sorted(blocks, reverse=True))]
@@ -80,6 +81,11 @@ def shapes(backbone: Backbone, sizes: Sizes) -> list[Shape]:
             turns += [(i + j + k + 4, 2, Shape("overlap", n, b, c, g * b)) for j, g in _bisected((1, b, 4)) if g <= b]
     turns = [t for t in turns if t[2].requests * (t[2].rows + t[2].drafts) <= MOST_ROWS]
     return list(dict.fromkeys(s for *_, s in sorted(turns, key=lambda t: t[:2])))
+
+
+def _heads(blocks: Sequence[int]) -> list[int]:
+    """Rows at which the head alone is measured: the widest block, and the shortest cut of it."""
+    return sorted({max(blocks), min(c for c in (*CUTS, max(blocks)) if c <= max(blocks))}, reverse=True)
 
 
 def _bisected(values) -> Iterator[tuple[int, int]]:
