@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.terminal import refusing, say
+from selfspec.terminal import refuse, refusing, say
 
 if TYPE_CHECKING:
     from selfspec.training.trainer import Trainer
@@ -26,7 +26,16 @@ def main(
     ] = None,
     sweep: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Train every row of a sweep, one after another, and compare them."),
+        typer.Option(metavar="FILE", help="Train every row of a sweep, one on each GPU at a time, and compare them."),
+    ] = None,
+    only: Annotated[
+        str, typer.Option(metavar="STAGE,...", help="Of a sweep: stages whose rows may be trained now; all by default.")
+    ] = "",
+    until_minutes: Annotated[
+        float | None, typer.Option(help="Of a sweep: minutes after which no further row is begun.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Of a sweep: rows trained at once; by default one for each GPU, or one.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint; the field resume.")] = False,
 ) -> int:
@@ -37,8 +46,13 @@ def main(
     if sweep is not None:
         from selfspec.training.sweep import run
 
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes are to save and end, too
         with refusing():
-            return run(sweep, config, fields)
+            stages = [name.strip() for name in only.split(",") if name.strip()]
+            return run(sweep, config, fields, only=stages, until=until_minutes, jobs=jobs)
+    if only or until_minutes is not None or jobs is not None:
+        refuse("--only, --until-minutes and --jobs are options of a sweep: name its file with --sweep")
     from selfspec.training.config import TrainConfig
     from selfspec.training.trainer import Trainer
 
