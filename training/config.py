@@ -54,9 +54,9 @@ class TrainConfig:
         max_steps: steps that the schedule is fitted to instead, when not 0.
         stop_after: minutes after which this call saves and ends, the schedule unfinished; 0 never does.
         seed: of everything random.
-        attention: backend; "auto" is "flex" on CUDA and "sdpa" elsewhere; "flash" runs clean rows by flash-attn, and
-            draft rows by FlexAttention; "grouped" runs draft rows by kernels of their own, and clean rows by
-            FlexAttention.
+        attention: backend; "auto" is "sdpa" without CUDA, else the faster of "grouped" and "flex" that runs there (see
+            `step.backbone_of`); "flash" runs clean rows by flash-attn, and draft rows by FlexAttention; "grouped" runs
+            draft rows by kernels of their own, and clean rows by FlexAttention.
         compile: compile layers and losses; None does so on CUDA.
         compile_mode: of `torch.compile` ("default", "max-autotune-no-cudagraphs").
         flex: options of FlexAttention's kernels, such as `{"BLOCK_M": 64, "BLOCK_N": 64}`.
@@ -154,7 +154,7 @@ class TrainConfig:
         return Mix.from_config(self.objectives)
 
     def backend(self, cuda: bool, compiled: bool) -> str:
-        """The attention backend.
+        """The attention backend; "auto" leaves the choice to `step.backbone_of`.
 
         Args:
             cuda: the device is one.
@@ -163,10 +163,10 @@ class TrainConfig:
         Raises:
             ValueError: options that ask for a device or for compiled layers which are not there.
         """
-        name = ("flex" if cuda else "sdpa") if self.attention == "auto" else self.attention
+        name = "sdpa" if self.attention == "auto" and not cuda else self.attention
         if self.graph and not cuda:
             raise ValueError("graph=true captures a CUDA graph, and the device is none: leave it out")
-        if self.flex and not (compiled and name in ("flex", "flash", "grouped")):
+        if self.flex and not (compiled and name in ("auto", "flex", "flash", "grouped")):
             raise ValueError("flex= sets options of compiled FlexAttention: use attention=flex compile=true")
         return name
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from selfspec import hub
 from selfspec.adapters import MaskPathModel
-from selfspec.backbone import Backbone
 from selfspec.training import checkpoint, fit, schedule
 from selfspec.training.anchors import Groups
 from selfspec.training.batches import Batches, Micro, Shape
@@ -33,7 +32,7 @@ from selfspec.training.optim import clip, freeze, lerp_, optimizer_of, swap_, sw
 from selfspec.training.pack import Pack, Packer
 from selfspec.training.readout import read
 from selfspec.training.replay import failures
-from selfspec.training.step import compile_layers, verifier_of
+from selfspec.training.step import backbone_of, compile_layers, verifier_of
 from selfspec.training.world import World, shard
 
 WARM_STEPS = 2  # of every call and shape; compilation is no training, and its time isn't charged to the schedule
@@ -96,10 +95,10 @@ class Trainer:
         if config.init:
             checkpoint.load_weights(self.path, config.init, model)
         freeze(self.path, self.mix)
-        self.backbone = Backbone(model, self.path, backend)
+        self.backbone = backbone_of(model, self.path, backend)
         if self.mix.on_policy and self.world.sharded:
             raise ValueError("on-policy terms run the base model's own layers, which are split here: leave out FSDP")
-        self.verifier = verifier_of(model, backend) if self.mix.on_policy else None
+        self.verifier = verifier_of(model, self.backbone.backend) if self.mix.on_policy else None
         self.packer = Packer(answers, config.length, config.rows, config.seed, self.backbone.max_positions)
         if compiled:
             compile_layers(self.backbone, config.flex or None, mode=config.compile_mode)
@@ -240,7 +239,8 @@ class Trainer:
         data, world = self.packer, self.world
         self.log({"event": "start", "step": self.step, "docs": len(data), "empty": data.empty, "over": data.over,
                   "cut": data.cut, "params": sum(p.numel() for p in self.params), "processes": world.size,
-                  "sharded": world.sharded, "setup_s": self.log.since()})  # fmt: skip
+                  "sharded": world.sharded, "attention": self.backbone.backend,
+                  "setup_s": self.log.since()})  # fmt: skip
         try:
             return self._train()
         finally:
