@@ -77,16 +77,18 @@ def ending(report: dict[str, Any], model: str, out: Path) -> str:
         model: its name.
         out: folder of the run.
     """
+    from selfspec.training.report import taus
+
     adapter, use = out / "adapter", f'selfspec generate "..." --model {model} --adapter {out / "adapter"}'
     if not report["finished"]:
         return (
             f"stopped at {report['progress']:.0%} of the schedule; the run is in {out}, and the same command with "
             f"--resume goes on from there\nthe adapter so far is in {adapter}: {use}"
         )
-    taus = ", ".join(f"{v['tau']:.2f} ({k})" for k, v in report["valid"].items() if isinstance(v, dict) and "tau" in v)
+    found = taus(report) or "not measured, as no answer of two tokens was kept for it"
     return (
-        f"trained {report['step']:,} steps{f', validation tau {taus}' if taus else ''}; the run is in {out}: "
-        f"report.json, log.jsonl\nthe adapter is in {adapter}: {use}"
+        f"trained {report['step']:,} steps; the run is in {out}: report.json, log.jsonl\n"
+        f"tau: {found}\nthe adapter is in {adapter}: {use}"
     )
 
 
