@@ -30,7 +30,7 @@ SMOLLM2 = dict(
 )  # fmt: skip
 TINY = SMOLLM2 | dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
                       num_key_value_heads=2, head_dim=16)  # fmt: skip
-VARIANTS = {  # changes to the configuration
+VARIANTS = {  # changes to the configuration, whose attention is FlexAttention unless one says otherwise
     "base": {},
     "graph": {"graph": True},
     "wide": {"anchors": 192},
@@ -114,7 +114,7 @@ def main() -> None:
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     shared = {"fit": 0.0, "eval_every": 0.0, "save_every": 0.0, "tensorboard": False, "max_steps": 1 << 30}
-    shared |= {"adapter": {"mask_embedding": "per_slot"}}
+    shared |= {"adapter": {"mask_embedding": "per_slot"}, "attention": "flex" if device == "cuda" else "sdpa"}
     shared = TrainConfig.load(None, args.set, start=shared).to_dict()
     data, out = answers(2000 if device == "cuda" else 200, config.vocab_size), []
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else 'cpu'}, torch {torch.__version__}")

@@ -7,12 +7,14 @@ pytest.importorskip("triton")
 
 from tiny import build, model_of, path_of
 
+from selfspec import attention
 from selfspec.attention import AttentionRule, backend
 from selfspec.backbone import Backbone
 from selfspec.training import anchors as anchoring
+from selfspec.training.config import TrainConfig
 from selfspec.training.data import Answer
 from selfspec.training.pack import Packer
-from selfspec.training.step import compile_layers, run_clean, run_draft
+from selfspec.training.step import backbone_of, compile_layers, run_clean, run_draft
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # the interpreter multiplies no bfloat16
@@ -85,6 +87,41 @@ def test_a_backbone_trains_the_same_by_it():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "family, dtype, chosen",
+    [("Llama", HALF, "grouped"), ("Llama", torch.float32, "flex"), ("Mistral", HALF, "flex"), ("GptOss", HALF, "flex")],
+)
+def test_training_chooses_it_by_itself_where_it_can(family, dtype, chosen):
+    model = build(family, dtype=dtype).to(DEVICE)
+    for path in (path_of(model, 0.2), path_of(model, 0.2, taps=[1]).requires_grad_(True)):
+        assert backbone_of(model, path, "auto").backend == chosen
+        assert all(p.grad is None for p in path.parameters())
+    assert backbone_of(model, path_of(model, 0.2), "sdpa").backend == "sdpa"
+
+
+@pytest.mark.parametrize("fault", ["no triton", "a GPU that is too small"])
+def test_training_goes_on_where_its_kernels_do_not(fault, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("out of resource: shared memory")
+
+    real = attention.backend
+    if fault == "no triton":
+        missing = lambda name: broken() if name == "grouped" else real(name)  # noqa: E731
+        monkeypatch.setattr(attention, "backend", missing)
+    else:
+        monkeypatch.setattr(real("grouped"), "attend", broken)
+    model = build(dtype=HALF).to(DEVICE)
+    assert backbone_of(model, path_of(model, 0.2), "auto").backend == "flex"
+    monkeypatch.undo()
+    assert backbone_of(model, path_of(model, 0.2), "auto").backend == "grouped"
+
+
+def test_on_a_gpu_the_choice_is_left_open():
+    config = TrainConfig()
+    assert config.backend(cuda=True, compiled=True) == "auto" and config.backend(cuda=False, compiled=False) == "sdpa"
+    assert TrainConfig(attention="flex").backend(cuda=True, compiled=True) == "flex"
+
+
 def test_what_it_does_not_know_is_refused():
     layout, length = layout_of(4, False)
     rule = AttentionRule(layout, length + layout.n_rows, "grouped")
@@ -94,6 +131,8 @@ def test_what_it_does_not_know_is_refused():
         rule.run(x, key, key, 8, 0.25, None, None)
     with pytest.raises(ValueError, match="attention=flex"):
         rule.run(x, key, key, None, 0.25, 30.0, None)
+    with pytest.raises(ValueError, match="one width"):  # it read them as if they were
+        rule.run(x, key, key[..., :8], None, 0.25, None, None)
 
 
 @pytest.mark.gpu

@@ -190,8 +190,8 @@ def test_the_best_and_the_last_are_kept(tmp_path, monkeypatch) -> None:
     trainer = Trainer(config(tmp_path, max_steps=3, eval_every=1e-9), model, answered(tiny(), 20))
     monkeypatch.setattr(Trainer, "evaluate", lambda self, answers: {"known": {"tau": next(taus)}})
     saved: list = []
-    keep = trainer._save_adapter
-    monkeypatch.setattr(trainer, "_save_adapter", lambda name, w: (saved.append((name, trainer.step)), keep(name, w)))
+    keep = trainer.save_adapter
+    monkeypatch.setattr(trainer, "save_adapter", lambda name, w: (saved.append((name, trainer.step)), keep(name, w)))
     trainer.train()
     assert saved == [("best", 0), ("best", 1), ("adapter", 3)] and trainer.best == 3.0
     assert {p.name for p in tmp_path.iterdir()} >= {"best", "adapter", "checkpoint.pt"}

@@ -273,7 +273,7 @@ def test_command_line(tmp_path) -> None:
     ran = tiny_chat.run("train", *args)
     assert ran.exit_code == 0
     use = f"--model {tmp_path / 'model'} --adapter {tmp_path / 'out' / 'adapter'}"  # it ended without naming either
-    assert "trained 3 steps, validation tau" in ran.stderr and f"the run is in {tmp_path / 'out'}" in ran.stderr
+    assert f"trained 3 steps; the run is in {tmp_path / 'out'}" in ran.stderr and "tau: validation " in ran.stderr
     assert use in ran.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["finished"] and report["eval"]["train"]["known"]["responses"] == 12

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from selfspec.terminal import refusing, say
+from selfspec.terminal import refuse, refusing, say
 
 if TYPE_CHECKING:
     from selfspec.training.trainer import Trainer
@@ -26,7 +26,16 @@ def main(
     ] = None,
     sweep: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Train every row of a sweep, one after another, and compare them."),
+        typer.Option(metavar="FILE", help="Train every row of a sweep, one on each GPU at a time, and compare them."),
+    ] = None,
+    only: Annotated[
+        str, typer.Option(metavar="STAGE,...", help="Of a sweep: stages whose rows may be trained now; all by default.")
+    ] = "",
+    until_minutes: Annotated[
+        float | None, typer.Option(help="Of a sweep: minutes after which no further row is begun.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Of a sweep: rows trained at once; by default one for each GPU, or one.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint; the field resume.")] = False,
 ) -> int:
@@ -37,8 +46,13 @@ def main(
     if sweep is not None:
         from selfspec.training.sweep import run
 
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes are to save and end, too
         with refusing():
-            return run(sweep, config, fields)
+            stages = [name.strip() for name in only.split(",") if name.strip()]
+            return run(sweep, config, fields, only=stages, until=until_minutes, jobs=jobs)
+    if only or until_minutes is not None or jobs is not None:
+        refuse("--only, --until-minutes and --jobs are options of a sweep: name its file with --sweep")
     from selfspec.training.config import TrainConfig
     from selfspec.training.trainer import Trainer
 
@@ -63,16 +77,18 @@ def ending(report: dict[str, Any], model: str, out: Path) -> str:
         model: its name.
         out: folder of the run.
     """
+    from selfspec.training.report import taus
+
     adapter, use = out / "adapter", f'selfspec generate "..." --model {model} --adapter {out / "adapter"}'
     if not report["finished"]:
         return (
             f"stopped at {report['progress']:.0%} of the schedule; the run is in {out}, and the same command with "
             f"--resume goes on from there\nthe adapter so far is in {adapter}: {use}"
         )
-    taus = ", ".join(f"{v['tau']:.2f} ({k})" for k, v in report["valid"].items() if isinstance(v, dict) and "tau" in v)
+    found = taus(report) or "not measured, as no answer of two tokens was kept for it"
     return (
-        f"trained {report['step']:,} steps{f', validation tau {taus}' if taus else ''}; the run is in {out}: "
-        f"report.json, log.jsonl\nthe adapter is in {adapter}: {use}"
+        f"trained {report['step']:,} steps; the run is in {out}: report.json, log.jsonl\n"
+        f"tau: {found}\nthe adapter is in {adapter}: {use}"
     )
 
 

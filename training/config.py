@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from selfspec.adapters.config import MaskPathConfig
+import torch
+
+from selfspec.adapters import io
+from selfspec.adapters.config import CONDITIONERS, MaskPathConfig
 from selfspec.training.objectives import Mix, dbloom
 
 
@@ -27,8 +30,10 @@ class TrainConfig:
         valid_docs: answers that are looked at during training.
         eval: evaluation sets by name, answer files each; looked at once at the end.
         adapter: fields of `MaskPathConfig`.
-        init: an adapter folder to start from.
-        objectives: `{name: weight}` or `{name: {"weight": w, option: value}}`.
+        init: an adapter folder, or a shipped adapter's name, to start from; `load` takes fields of `adapter` that are
+            not given from it, and its tau stands in the report as `before`.
+        objectives: `{name: weight}` or `{name: {"weight": w, option: value}}`; where none are given, `load` adds those
+            of the adapter's heads.
         length: tokens of a packed row.
         rows: packed rows of a forward, on each process.
         anchors: draft groups of a packed row.
@@ -54,16 +59,17 @@ class TrainConfig:
         max_steps: steps that the schedule is fitted to instead, when not 0.
         stop_after: minutes after which this call saves and ends, the schedule unfinished; 0 never does.
         seed: of everything random.
-        attention: backend; "auto" is "flex" on CUDA and "sdpa" elsewhere; "flash" runs clean rows by flash-attn, and
-            draft rows by FlexAttention; "grouped" runs draft rows by kernels of their own, and clean rows by
-            FlexAttention.
+        attention: backend; "auto" is "sdpa" without CUDA, else the faster of "grouped" and "flex" that runs there (see
+            `step.backbone_of`); "flash" runs clean rows by flash-attn, and draft rows by FlexAttention; "grouped" runs
+            draft rows by kernels of their own, and clean rows by FlexAttention.
         compile: compile layers and losses; None does so on CUDA.
         compile_mode: of `torch.compile` ("default", "max-autotune-no-cudagraphs").
         flex: options of FlexAttention's kernels, such as `{"BLOCK_M": 64, "BLOCK_N": 64}`.
         graph: run forward and backward as one CUDA graph; shapes are fixed, and steps leave no gaps on the device.
         prefetch: steps drawn ahead on a thread; 0 draws each when it is run.
         shard: split the layers over the processes (FSDP); None does so under `accelerate launch --use_fsdp`.
-        dtype: of the base model and the activations.
+        dtype: of the base model and the activations; "auto" is bfloat16 on CUDA and float32 elsewhere, as most CPUs
+            are many times slower in bfloat16.
         device: "auto" is CUDA where there is one.
         log_every: steps between log records.
         eval_every: minutes between validations; 0 validates at the end only.
@@ -112,7 +118,7 @@ class TrainConfig:
     graph: bool = False
     prefetch: int = 2
     shard: bool | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "auto"
     log_every: int = 50
     eval_every: float = 2.0
@@ -153,8 +159,13 @@ class TrainConfig:
         """The objectives."""
         return Mix.from_config(self.objectives)
 
+    def precision(self, cuda: bool) -> torch.dtype:
+        """The dtype, on CUDA or elsewhere."""
+        auto = "bfloat16" if cuda else "float32"
+        return getattr(torch, auto if self.dtype == "auto" else self.dtype)
+
     def backend(self, cuda: bool, compiled: bool) -> str:
-        """The attention backend.
+        """The attention backend; "auto" leaves the choice to `step.backbone_of`.
 
         Args:
             cuda: the device is one.
@@ -163,10 +174,10 @@ class TrainConfig:
         Raises:
             ValueError: options that ask for a device or for compiled layers which are not there.
         """
-        name = ("flex" if cuda else "sdpa") if self.attention == "auto" else self.attention
+        name = "sdpa" if self.attention == "auto" and not cuda else self.attention
         if self.graph and not cuda:
             raise ValueError("graph=true captures a CUDA graph, and the device is none: leave it out")
-        if self.flex and not (compiled and name in ("flex", "flash", "grouped")):
+        if self.flex and not (compiled and name in ("auto", "flex", "flash", "grouped")):
             raise ValueError("flex= sets options of compiled FlexAttention: use attention=flex compile=true")
         return name
 
@@ -184,7 +195,7 @@ class TrainConfig:
             ValueError: a field that doesn't exist, or a value of the wrong type.
         """
         data = read_file(Path(file)) if file is not None else copy.deepcopy(start or {})
-        defaults = cls()
+        defaults, whole = cls(), "adapter" in data
         for item in overrides:
             key, eq, text = item.partition("=")
             if not eq:
@@ -192,13 +203,22 @@ class TrainConfig:
             head, *rest = key.split(".")
             if not rest:
                 data[head] = _value(text)
+                whole |= head == "adapter"
                 continue
-            at = data.setdefault(head, dict(getattr(defaults, head, None) or {}))
+            at = data.setdefault(head, {} if head == "adapter" else dict(getattr(defaults, head, None) or {}))
             for name in rest[:-1]:
                 at = at.setdefault(name, {})
             if not isinstance(at, dict):
                 raise ValueError(f"{item!r}: {head} holds no fields")
             at[rest[-1]] = _value(text)
+        adapter = data.get("adapter", {})
+        if isinstance(adapter, dict):
+            inherits = data.get("init") and "style" not in adapter
+            under = _settings_of(data["init"]) if inherits else {} if whole else defaults.adapter
+            data["adapter"] = under | adapter
+            heads = data["adapter"].get("heads", ())
+            if "objectives" not in data and heads:
+                data["objectives"] = _taught(heads, defaults.objectives)
         return cls.from_dict(data)
 
     @classmethod
@@ -213,6 +233,19 @@ class TrainConfig:
         if unknown := sorted(set(data) - fields):
             raise ValueError(f"unknown fields: {', '.join(unknown)}; expected some of {', '.join(sorted(fields))}")
         return cls(**{name: _typed(name, value, kinds[name]) for name, value in data.items()})
+
+
+def _settings_of(adapter: str | Path) -> dict[str, Any]:
+    """What an adapter folder's configuration says beside the defaults; nothing that was measured."""
+    plain, found = MaskPathConfig().to_dict(), io.read_config(io.find(adapter)).to_dict()
+    return {k: v for k, v in found.items() if v != plain[k] and k not in ("acceptance", "fingerprint")}
+
+
+def _taught(heads: typing.Sequence[str], plain: dict[str, float]) -> dict[str, float]:
+    """Objectives of a path with heads: each head's term, and half of the plain ones beside a head that drafts."""
+    drafts = any(h in CONDITIONERS for h in heads)
+    terms = {"markov" if h in CONDITIONERS else h: 1.0 for h in heads}
+    return {name: weight * (0.5 if drafts else 1.0) for name, weight in plain.items()} | terms
 
 
 def _typed(name: str, value: Any, kind: Any) -> Any:

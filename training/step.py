@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from selfspec.backbone import Backbone, DraftRows
+from selfspec.backbone import Backbone, DraftRows, MaskPath
 from selfspec.cache import PrefixCache
 from selfspec.rows import RowLayout
-from selfspec.training.anchors import Groups, groups
-from selfspec.training.pack import Pack
+from selfspec.training.anchors import Groups, groups, path_groups
+from selfspec.training.data import Answer
+from selfspec.training.pack import Pack, Packer
 
 
 @torch.no_grad()
@@ -44,6 +45,36 @@ def run_draft(backbone: Backbone, drafted: Groups, cache: PrefixCache, taps: Ten
         features = taps.gather(1, last[:, :, None].expand(-1, -1, taps.shape[2]))
         rows = replace(rows, features=features.repeat_interleave(drafted.labels.shape[2], 1))
     return backbone(drafted.layout, cache, draft=rows).draft.unflatten(1, drafted.labels.shape[1:])
+
+
+def backbone_of(model: PreTrainedModel, path: MaskPath, backend: str) -> Backbone:
+    """A backbone to train.
+
+    Args:
+        model: the base model.
+        path: what is trained.
+        backend: of attention. "auto" is grouped attention where a draft by it succeeds, else FlexAttention (float32,
+            windows, soft-caps, sinks, no Triton, a GPU that the kernels do not fit).
+    """
+    if backend == "auto" and model.dtype in (torch.bfloat16, torch.float16):
+        try:
+            body = Backbone(model, path, "grouped")
+            _try_out(body)
+            return body
+        except Exception:  # whatever a kernel that this GPU cannot run may raise
+            pass
+    return Backbone(model, path, "flex" if backend == "auto" else backend)
+
+
+def _try_out(body: Backbone) -> None:
+    """Forward and backward of one draft group."""
+    pack = Packer([Answer("", [1] * 4, [1] * 4)], 8, 1).batch(0).to(body.device)
+    cache, _, taps = run_clean(body, pack)
+    drafted = path_groups(body.path.config, pack, torch.tensor([[5]], device=body.device))  # type: ignore[union-attr]
+    loss = run_draft(body, drafted, cache, taps).float().sum()
+    params = [p for p in body.path.parameters() if p.requires_grad]  # type: ignore[union-attr]
+    if params and loss.requires_grad:  # where heads are trained alone the path is constant
+        torch.autograd.grad(loss, params, allow_unused=True)
 
 
 class Untouched(nn.Module):

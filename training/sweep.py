@@ -1,4 +1,4 @@
-"""An ablation in one command: rows of changed fields, trained one after another on the same data for the same minutes.
+"""An ablation in one command: rows of changed fields, trained on the same data for the same minutes.
 
 A sweep file says what all rows share, and stages of axes whose options are crossed:
 
@@ -14,7 +14,9 @@ A sweep file says what all rows share, and stages of axes whose options are cros
 
 A stage starts from the fields of the best row of the stage before it: the one with the least predicted time per token,
 or, without a latency table, with the greatest tau. Every row runs in a process of its own, so that one that crashes is
-a row with its error, and a row that has finished is not run again.
+a row with its error; the rows of a stage run at once where there are several GPUs. A configuration is trained once:
+an option that changes nothing lists the row that it equals, and a result that stands in `OUT/sweep.json` is taken over,
+wherever it was made.
 """
 
 from __future__ import annotations
@@ -22,39 +24,25 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from selfspec.adapters import MaskPathConfig
 from selfspec.terminal import say, show_table
 from selfspec.training.config import TrainConfig, read_file
+from selfspec.training.forwards import Forwards
+from selfspec.training.jobs import Job, Row, Train, finished, in_a_process, places, together
 
 COLUMNS = ("tau", "tau_t1", "tau_hidden", "tau_t1_hidden", "ms_token", "mb", "anchors_s", "mfu", "memory_gib", "steps")
+HERE = ("out", "device", "resume", "tensorboard")  # fields that say where a row is trained, and not what
+REFUSED = "refused"  # begins the key of a row that cannot be trained
 
-
-@dataclass(frozen=True)
-class Row:
-    """One training.
-
-    Attributes:
-        stage: that it belongs to.
-        name: the options that it combines.
-        fields: as on the command line, dotted where they are nested.
-    """
-
-    stage: str
-    name: str
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> str:
-        """Where it is trained: another one as soon as a field is another."""
-        digest = hashlib.sha256(json.dumps(self.fields, sort_keys=True).encode()).hexdigest()
-        return f"{self.stage}/{self.name}-{digest[:8]}"
+Result = dict[str, Any]
 
 
 def rows_of(stage: dict[str, Any], base: dict[str, Any]) -> Iterator[Row]:
@@ -74,7 +62,10 @@ def run(
     file: Path,
     config: Path | None = None,
     overrides: Sequence[str] = (),
-    train: Callable[[Path, TrainConfig], str] | None = None,
+    train: Train = in_a_process,
+    only: Sequence[str] = (),
+    until: float | None = None,
+    jobs: int | None = None,
 ) -> int:
     """Train the rows of a sweep that are not there yet, print the table, and write it to `OUT/sweep.json`.
 
@@ -82,14 +73,52 @@ def run(
         file: the sweep.
         config: fields that all rows share; the sweep's own `base` stands over it.
         overrides: `key=value` that stand over both.
-        train: trains a row in its folder and returns an error or "".
+        train: trains a row in its folder, on a GPU if one is named, and returns an error or "".
+        only: stages whose rows may be trained; none means all.
+        until: minutes after which no row is begun.
+        jobs: rows of a stage that are trained at once; None is one for each GPU, or one.
 
     Returns:
         1 where a row failed.
 
     Raises:
-        ValueError: something in the file does not exist or does not fit, before anything is run.
+        ValueError: something in the file does not exist or does not fit, before anything is run; or a stage of `only`
+            starts from rows that are not trained yet.
     """
+    began = time.monotonic()
+    sweep, shared = opened(file, config, overrides)
+    names = [stage["name"] for stage in sweep["stages"]]
+    if unknown := sorted(set(only) - set(names)):
+        raise ValueError(f"{file} has no stage {', '.join(unknown)}; it has {', '.join(names)}")
+    book = Book(shared, Forwards.load(sweep["latency"]) if sweep.get("latency") else None)
+    where = places(shared["device"], jobs)
+    start: dict[str, Any] = {}
+    for stage in sweep["stages"]:
+        mine = not only or stage["name"] in only
+        rows = [book.job(row) for row in rows_of(stage, start)]
+        todo: dict[str, Job] = {}
+        for job in rows:
+            if book.lacks(job) and mine:
+                todo.setdefault(job.key, job)
+        with closing(together(list(todo.values()), train, where, lambda: _late(began, until))) as ended:
+            for job, error in ended:
+                book.add(job, error)
+        listed = [result for job in rows if (result := book.list(job))]
+        book.write()
+        if missing := len(rows) - len(listed):
+            said = f"{file}, stage {stage['name']}: {missing} of {len(rows)} rows are not trained yet"
+            later = [name for name in names[names.index(stage["name"]) + 1 :] if name in only]
+            if later and not mine:
+                raise ValueError(f"{said}, and stage {later[0]} starts from the best of them")
+            say(f"{said}; the same command goes on with them")
+            break
+        start = best(listed) or start
+    show(book.rows)
+    return int(any("error" in r for r in book.rows))
+
+
+def opened(file: Path, config: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A sweep, and the fields that its rows share, every row checked as far as it is known."""
     sweep = read_file(file)
     if unknown := sorted(set(sweep) - {"base", "stages", "latency"}):
         raise ValueError(f"{file}: unknown fields {', '.join(unknown)}; a sweep holds base, stages and latency")
@@ -103,28 +132,7 @@ def run(
                 settings(shared, row, "")
             except ValueError as wrong:
                 raise ValueError(f"{file}, stage {stage['name']}, row {row.name}: {wrong}") from None
-    out = Path(shared["out"])
-    table = Forwards.load(sweep["latency"]) if sweep.get("latency") else None
-    results: list[dict[str, Any]] = []
-    start: dict[str, Any] = {}
-    for stage in sweep["stages"]:
-        ended = []
-        for row in rows_of(stage, start):
-            folder = out / row.folder
-            wanted = settings(shared, row, str(folder))
-            error = "" if finished(folder) else (train or in_a_process)(folder, wanted)
-            result = {"stage": row.stage, "row": row.name, "fields": row.fields}
-            result |= {"error": error} if error else measured(folder, wanted, table)
-            results.append(result)
-            if not error:
-                ended.append((better(result), row))
-            say(f"{row.stage} {row.name}: {error or {k: result.get(k) for k in COLUMNS[:5]}}")
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "sweep.json").write_text(json.dumps({"base": shared, "rows": results}, indent=1) + "\n")
-        if ended:
-            start = max(ended, key=lambda pair: pair[0])[1].fields
-    show(results)
-    return int(any("error" in r for r in results))
+    return sweep, shared
 
 
 def settings(shared: dict[str, Any], row: Row, folder: str) -> TrainConfig:
@@ -133,25 +141,95 @@ def settings(shared: dict[str, Any], row: Row, folder: str) -> TrainConfig:
     return TrainConfig.load(None, [*overrides, f"out={json.dumps(folder)}", "resume=true"], start=shared)
 
 
-def in_a_process(folder: Path, wanted: TrainConfig) -> str:
-    """Train a row in a process of its own. Returns the end of what it said where it failed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(wanted.to_dict(), indent=1))
-    command = [sys.executable, "-P", "-m", "selfspec.training", "--config", str(folder / "config.json")]
-    with open(folder / "output.txt", "w") as output:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT).returncode
-    if code == 0 and finished(folder):
-        return ""
-    said = (folder / "output.txt").read_text().strip().splitlines()
-    return f"exit code {code}: {' '.join(said[-3:]) or 'it said nothing'}"
+def key_of(wanted: TrainConfig) -> str:
+    """The same for two configurations that mean the same training, in whatever folder and on whatever device."""
+    plain, default = TrainConfig().to_dict(), MaskPathConfig().to_dict()
+    fields = {k: v for k, v in wanted.to_dict().items() if k not in HERE and v != plain[k]}
+    fields["adapter"] = {k: v for k, v in wanted.path.to_dict().items() if v != default[k]}
+    fields["objectives"] = sorted(map(repr, wanted.mix.terms))
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def finished(folder: Path) -> bool:
-    """Whether a row's training came to its end."""
-    return (folder / "report.json").exists()
+class Book:
+    """The results of a sweep: those of earlier calls, and those to come.
+
+    Args:
+        shared: fields that all rows share.
+        table: forward times that tokens are priced by, or None.
+
+    Attributes:
+        rows: results that are listed, in the sweep's order.
+        known: results by the key of their row, listed or not.
+    """
+
+    def __init__(self, shared: dict[str, Any], table: Forwards | None):
+        self.shared, self.table, self.out = shared, table, Path(shared["out"])
+        self.file = self.out / "sweep.json"
+        self.rows: list[Result] = []
+        self.known: dict[str, Result] = {}
+        if self.file.exists():
+            kept = json.loads(self.file.read_text())
+            found = [*kept.get("others", ()), *kept["rows"]]
+            self.known = {r["key"]: r for r in found if not r.get("key", REFUSED).startswith(REFUSED)}
+
+    def job(self, row: Row) -> Job:
+        """What a row asks for. Where that does not go together with what it starts from it has failed."""
+        try:
+            key = key_of(settings(self.shared, row, ""))
+        except ValueError as wrong:
+            job = Job(row, f"{REFUSED} {row.stage} {row.name}", self.out, None)
+            self.known[job.key] = _result(job) | {"error": str(wrong)}
+            return job
+        folder = self.out / row.stage / f"{row.name}-{key[:8]}"  # another one as soon as a field is another
+        return Job(row, key, folder, settings(self.shared, row, str(folder)))
+
+    def lacks(self, job: Job) -> bool:
+        """Whether a row is still to be trained, as one that failed is."""
+        done = "error" not in self.known.get(job.key, {"error": ""})
+        if not done and finished(job.folder):  # by a call that ended before it could write that down
+            self.add(job, "")
+            done = True
+        return not done and job.wanted is not None
+
+    def add(self, job: Job, error: str) -> None:
+        """Book a row that has ended."""
+        result = self.known[job.key] = _result(job) | ({"error": error} if error else measured(job.folder))
+        say(f"{result['stage']} {result['row']}: {error or {k: result[k] for k in COLUMNS[:4]}}")
+        self.write()
+
+    def list(self, job: Job) -> Result | None:
+        """Put a row into the table. Returns it, or None where nothing is known of it."""
+        known = self.known.get(job.key)
+        if known is None:
+            return None
+        own = _result(job)
+        result = own | {k: v for k, v in known.items() if k not in own and k != "same_as"}
+        if same := next((r for r in self.rows if r["key"] == job.key), None):
+            result["same_as"] = same["same_as"] if "same_as" in same else f"{same['stage']} {same['row']}"
+        if job.wanted is not None and "error" not in result:
+            result |= priced(result, job.wanted.path, self.table)
+        self.rows.append(result)
+        return result
+
+    def write(self) -> None:
+        """Write everything down; the file is whole at any moment."""
+        listed = {r["key"] for r in self.rows}
+        others = [r for key, r in self.known.items() if key not in listed]
+        self.out.mkdir(parents=True, exist_ok=True)
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps({"base": self.shared, "rows": self.rows, "others": others}, indent=1) + "\n")
+        os.replace(part, self.file)
 
 
-def measured(folder: Path, wanted: TrainConfig, table: Forwards | None) -> dict[str, Any]:
+def _result(job: Job) -> Result:
+    return {"stage": job.row.stage, "row": job.row.name, "key": job.key, "fields": job.row.fields}
+
+
+def _late(began: float, until: float | None) -> bool:
+    return until is not None and time.monotonic() - began >= 60 * until
+
+
+def measured(folder: Path) -> Result:
     """What a finished row is worth."""
     report = json.loads((folder / "report.json").read_text())
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -162,7 +240,7 @@ def measured(folder: Path, wanted: TrainConfig, table: Forwards | None) -> dict[
         found = [s[layout][name] for s in sets if layout in s]
         return round(statistics.fmean(found), 4) if found else None
 
-    out: dict[str, Any] = {"steps": report["step"]}
+    out: Result = {"steps": report["step"]}
     for layout, suffix in (("known", ""), ("hidden", "_hidden")):
         out |= {f"{name}{suffix}": tau(layout, name) for name in ("tau", "tau_t1")}
     out["sets"] = report["eval"]
@@ -170,85 +248,38 @@ def measured(folder: Path, wanted: TrainConfig, table: Forwards | None) -> dict[
     for name in ("anchors_s", "mfu", "memory_gib"):
         found = [r[name] for r in steps if name in r]
         out[name] = statistics.median(found) if found else None
-    if table is not None:
-        path = wanted.path
-        out["ms_token"] = table.per_token(path.block_size, path.entry, out["tau"])
-        block = path.block_size
-        # bonus hidden: one forward of the chain and a group for each of its outcomes; all rows at full depth, at most
-        verify = table.ms("clean", block + block * block)
-        hidden = out["tau_hidden"]
-        out["ms_token_hidden"] = round(verify / hidden, 4) if verify and hidden else None
     return out
 
 
-def better(result: dict[str, Any]) -> float:
-    """What the next stage's starting point is chosen by; the greater the better."""
-    if result.get("ms_token"):
-        return 1 / result["ms_token"]
-    return result.get("tau") or result.get("tau_hidden") or 0.0
+def priced(result: Result, path: MaskPathConfig, table: Forwards | None) -> Result:
+    """What a token of a row costs by measured forward times; nothing without them."""
+    if table is None:
+        return {}
+    block, hidden = path.block_size, result["tau_hidden"]
+    # bonus hidden: one forward of the chain and a group for each of its outcomes; all rows at full depth, at most
+    verify = table.ms("clean", block + block * block)
+    overlaps = verify and hidden and all(tap <= path.entry for tap in path.taps)  # others cannot ride along
+    return {
+        "ms_token": table.per_token(block, path.entry, result["tau"]),
+        "ms_token_hidden": round(verify / hidden, 4) if overlaps else None,
+    }
 
 
-@dataclass(frozen=True)
-class Forwards:
-    """Measured forward times at batch 1.
-
-    Attributes:
-        clean: rows -> milliseconds.
-        draft: entry layer -> rows -> milliseconds.
-    """
-
-    clean: dict[int, float]
-    draft: dict[int, dict[int, float]]
-
-    @classmethod
-    def load(cls, file: str | Path) -> Forwards:
-        """From the JSON of `benchmarks/forward_times.py`; of several kernels, those with most draft points.
-
-        Raises:
-            ValueError: it holds no draft times.
-        """
-        data = json.loads(Path(file).read_text())
-        parts = []
-        for part in data if isinstance(data, list) else [data]:
-            points = [p for p in part["points"] if p["requests"] == 1]
-            graph = any(p["graph"] for p in points)  # what decodes is a graph where there is one
-            parts.append([p for p in points if p["graph"] == graph])
-        best = max(parts, key=lambda points: sum(p["kind"] == "draft" for p in points), default=[])
-        clean = {p["rows"]: p["ms"] for p in best if p["kind"] == "clean"}
-        draft: dict[int, dict[int, float]] = {}
-        for p in best:
-            if p["kind"] == "draft":
-                draft.setdefault(p["entry"], {})[p["rows"]] = p["ms"]
-        if not clean or not draft:
-            raise ValueError(f"{file} holds no clean and draft times of one request")
-        return cls(clean, draft)
-
-    def ms(self, kind: str, rows: int, entry: int = 0) -> float | None:
-        """Time of a forward, interpolated between measured points; None outside of them."""
-        if kind == "clean":
-            return between(self.clean, rows)
-        at = {e: t for e, points in self.draft.items() if (t := between(points, rows)) is not None}
-        return between(at, entry)
-
-    def per_token(self, block: int, entry: int, tau: float | None) -> float | None:
-        """Milliseconds per token of sequential rounds: draft a block, verify it as a chain."""
-        draft, verify = self.ms("draft", block, entry), self.ms("clean", block)
-        return round((draft + verify) / tau, 4) if draft and verify and tau else None
-
-
-def between(points: dict[int, float], x: int) -> float | None:
-    """Linear interpolation; None outside the points."""
-    below, above = max((p for p in points if p <= x), default=None), min((p for p in points if p >= x), default=None)
-    if below is None or above is None:
+def best(results: Sequence[Result]) -> dict[str, Any] | None:
+    """The fields that the next stage starts from: those of the cheapest tokens, or, where a row has no price, of the
+    greatest tau. None where every row failed."""
+    able = [r for r in results if "error" not in r]
+    if not able:
         return None
-    share = 0.0 if above == below else (x - below) / (above - below)
-    return (1 - share) * points[below] + share * points[above]
+    if all(r.get("ms_token") for r in able):
+        return min(able, key=lambda r: r["ms_token"])["fields"]
+    return max(able, key=lambda r: r["tau"] or r["tau_hidden"] or 0.0)["fields"]
 
 
-def show(results: list[dict[str, Any]]) -> None:
+def show(results: Sequence[Result]) -> None:
     """Print the table."""
 
-    def cell(result: dict[str, Any], name: str) -> str:
+    def cell(result: Result, name: str) -> str:
         value = result.get(name)
         return "-" if value is None else f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
 
@@ -256,7 +287,8 @@ def show(results: list[dict[str, Any]]) -> None:
     body = []
     for r in results:
         cells = ["failed"] * len(COLUMNS) if "error" in r else [cell(r, name) for name in COLUMNS]
-        body.append([r["stage"], r["row"], *cells])
+        name = f"{r['row']} (as {r['same_as']})" if "same_as" in r else r["row"]
+        body.append([r["stage"], name, *cells])
     show_table(heading, body)
     for r in results:
         if "error" in r:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import json
 import math
 import time
@@ -18,8 +17,7 @@ from transformers import PreTrainedModel
 
 from selfspec import hub
 from selfspec.adapters import MaskPathModel
-from selfspec.backbone import Backbone
-from selfspec.training import checkpoint, fit, schedule
+from selfspec.training import checkpoint, fit, report, schedule
 from selfspec.training.anchors import Groups
 from selfspec.training.batches import Batches, Micro, Shape
 from selfspec.training.config import TrainConfig
@@ -29,11 +27,11 @@ from selfspec.training.flops import Work, mfu, total
 from selfspec.training.head import Head
 from selfspec.training.log import Log, Window, profiled
 from selfspec.training.objectives import Slots, dbloom
-from selfspec.training.optim import clip, freeze, lerp_, optimizer_of, swap_, swapped
+from selfspec.training.optim import clip, freeze, lerp_, optimizer_of, swapped
 from selfspec.training.pack import Pack, Packer
 from selfspec.training.readout import read
 from selfspec.training.replay import failures
-from selfspec.training.step import compile_layers, verifier_of
+from selfspec.training.step import backbone_of, compile_layers, verifier_of
 from selfspec.training.world import World, shard
 
 WARM_STEPS = 2  # of every call and shape; compilation is no training, and its time isn't charged to the schedule
@@ -83,7 +81,7 @@ class Trainer:
         self.valid = valid
 
         if model is None:
-            model = hub.load_model(config.model, dtype=getattr(torch, config.dtype))
+            model = hub.load_model(config.model, dtype=config.precision(cuda))
         self.model = model.eval().requires_grad_(False)
         if not self.world.sharded:
             self.model.to(self.device)
@@ -96,10 +94,10 @@ class Trainer:
         if config.init:
             checkpoint.load_weights(self.path, config.init, model)
         freeze(self.path, self.mix)
-        self.backbone = Backbone(model, self.path, backend)
+        self.backbone = backbone_of(model, self.path, backend)
         if self.mix.on_policy and self.world.sharded:
             raise ValueError("on-policy terms run the base model's own layers, which are split here: leave out FSDP")
-        self.verifier = verifier_of(model, backend) if self.mix.on_policy else None
+        self.verifier = verifier_of(model, self.backbone.backend) if self.mix.on_policy else None
         self.packer = Packer(answers, config.length, config.rows, config.seed, self.backbone.max_positions)
         if compiled:
             compile_layers(self.backbone, config.flex or None, mode=config.compile_mode)
@@ -240,7 +238,8 @@ class Trainer:
         data, world = self.packer, self.world
         self.log({"event": "start", "step": self.step, "docs": len(data), "empty": data.empty, "over": data.over,
                   "cut": data.cut, "params": sum(p.numel() for p in self.params), "processes": world.size,
-                  "sharded": world.sharded, "setup_s": self.log.since()})  # fmt: skip
+                  "sharded": world.sharded, "attention": self.backbone.backend,
+                  "setup_s": self.log.since()})  # fmt: skip
         try:
             return self._train()
         finally:
@@ -249,6 +248,8 @@ class Trainer:
 
     def _train(self) -> dict[str, Any]:
         c, wait = self.config, []
+        if c.init and not self.step:
+            report.before(self)
         if c.fit and not self.fitted:
             self.log(fit.fit(self))
             self.fitted = True
@@ -267,7 +268,7 @@ class Trainer:
             if self.progress >= 1 or stop or late:  # a signal from now on counts next time
                 break
             if evaluates:
-                self._validate()
+                self.validate()
                 last_eval = time.perf_counter()
             if saves:
                 self.save()
@@ -297,10 +298,10 @@ class Trainer:
                 window = Window()
         self.save()
         if self.progress < 1:
-            self._save_adapter("adapter", self.ema)
+            self.save_adapter("adapter", self.ema)
             self.log({"event": "stopped", "step": self.step, "progress": round(self.progress, 5)})
             return {"finished": False, "step": self.step, "progress": self.progress}
-        return self._finish()
+        return report.finish(self)
 
     def _log_step(self, logs: dict[str, Tensor], window: Window) -> None:
         norm = logs.pop("norm", None)
@@ -319,33 +320,11 @@ class Trainer:
                   **({} if share is None else {"mfu": round(share, 4)}), "zero_loss": self.zero_loss,
                   "out_of_memory": len(self.downs), "memory_gib": self._memory()})  # fmt: skip
 
-    def _finish(self) -> dict[str, Any]:
-        """Keep the better of the last and the averaged weights, and measure it on the evaluation sets."""
-        report: dict[str, Any] = {"finished": True, "step": self.step, "elapsed_s": round(self.elapsed, 1)}
-        layout = self.path_config.layouts[0]
-        last = self._validate("last")
-        if self.ema:
-            mean = self._validate("ema")
-            if mean.get(layout, {}).get("tau", 0) >= last.get(layout, {}).get("tau", 0):
-                swap_(self.params, self.ema)
-                last, report["weights"] = mean, "ema"
-        report["valid"] = last
-        measured = itertools.takewhile(lambda share: share is not None, last.get("known", {}).get("acceptance", ()))
-        self.path.config = dataclasses.replace(self.path.config, acceptance=tuple(measured))  # a planner begins there
-        self._save_adapter("adapter", [])
-        report["eval"] = {}
-        for name, files in self.config.eval.items():
-            report["eval"][name] = self.evaluate(load_answers(files))
-            self.log({"event": "eval", "step": self.step, "set": name, **report["eval"][name]})
-        if self.world.main:
-            (self.out / "report.json").write_text(json.dumps(report | {"config": self.config.to_dict()}, indent=1))
-        return report
-
     def evaluate(self, answers: Sequence[Answer]) -> dict[str, dict]:
         """Teacher-forced tau with the present weights; every process looks at the same few answers."""
         return evaluate(self.backbone, self.head, answers, self.batching, self.path_config.layouts)
 
-    def _validate(self, which: str = "ema") -> dict[str, dict]:
+    def validate(self, which: str = "ema") -> dict[str, dict]:
         """Look at the validation answers; the best weights so far stand in `best/`."""
         began = time.perf_counter()
         use = self.ema if which == "ema" else []
@@ -354,7 +333,7 @@ class Trainer:
             tau = out.get(self.path_config.layouts[0], {}).get("tau", 0.0)
             if tau > self.best:
                 self.best = tau
-                self._save_adapter("best", [])
+                self.save_adapter("best", [])
         self.log({"event": "valid", "step": self.step, "weights": which if use else "last", **out, "best": self.best,
                   "seconds": round(time.perf_counter() - began, 2)})  # fmt: skip
         return out
@@ -391,7 +370,8 @@ class Trainer:
             setattr(self, name, state[name])
         self.reshape(Shape(**state["shape"]))
 
-    def _save_adapter(self, name: str, weights: list[Tensor]) -> None:
+    def save_adapter(self, name: str, weights: list[Tensor]) -> None:
+        """Write an adapter folder, of the present weights or those given."""
         with swapped(self.params, weights):
             checkpoint.save_adapter(self.path, self.out / name, self.model, self.world.main)
 

@@ -70,8 +70,10 @@ def attention(
     """The backend's signature (`selfspec.attention`), for the layouts of `serves`.
 
     Raises:
-        ValueError: a layer with a window, a soft-cap or sinks.
+        ValueError: a layer with a window, a soft-cap or sinks, or with values wider or narrower than its keys.
     """
+    if value.shape[3] != key.shape[3]:
+        raise ValueError("grouped attention wants keys and values of one width: use attention=flex")
     if window is not None or softcap is not None or sinks is not None:
         raise ValueError("grouped attention knows no window, soft-cap or sinks: use attention=flex")
     lo, hi, size, causal = rule.ranges()
