@@ -96,9 +96,9 @@ def parser_of(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
 
 def loaded(args: argparse.Namespace) -> SelfSpecModel:
     """The model with its adapters."""
-    return SelfSpecModel.from_pretrained(
-        args.model, options.adapters(args.adapter), dtype=getattr(torch, args.dtype), device=args.device
-    )
+    exact = getattr(args, "exact", False)
+    dtype = getattr(torch, args.dtype)
+    return SelfSpecModel.from_pretrained(args.model, options.adapters(args.adapter), dtype, args.device, exact=exact)
 
 
 def main() -> None:

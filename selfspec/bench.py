@@ -34,7 +34,10 @@ def possible(model: SelfSpecModel, where: Chosen) -> list[str]:
     found = []
     for mode in EVERY:
         try:
-            model.plan(None if mode == "auto" else mode, where.block_size, where.tree_nodes)
+            if mode != "auto":
+                model.plan(mode, where.block_size, where.tree_nodes)
+            elif where.block_size is not None:
+                continue
         except ValueError:
             continue
         found.append(mode)
@@ -136,8 +139,7 @@ def run(
         )
         rivals = baselines(against, model, where.model)
         options.require_fit(model, sets, max_new_tokens)
-    sizes = where.block_size, where.tree_nodes
-    runners = [engine_runner(model, m, *sizes, lengths=options.lengths_of(model, m, where)) for m in names] + rivals
+    runners = [engine_runner(model, m, **options.sizes_of(model, m, where)) for m in names] + rivals
     settings = {
         **asdict(where),
         "prompts": files or ["builtin"],

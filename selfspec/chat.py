@@ -17,7 +17,6 @@ from selfspec import prompts
 from selfspec.model import SelfSpecModel
 from selfspec.options import Chosen, Sampled, check_modes, load_model
 from selfspec.past import FIELD, Past
-from selfspec.plan import NODES
 from selfspec.prompts import Message
 from selfspec.stats import Stats
 from selfspec.terminal import refuse, refusing, say
@@ -85,7 +84,7 @@ class Settings:
     cap: int = 256
     mode: str | None = None
     block_size: int | None = None
-    tree_nodes: int = NODES
+    tree_nodes: int | None = None
     lengths: str | None = None
     choice: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
@@ -161,7 +160,7 @@ def ready(
         check_modes(model, (mode,) if mode else None, options)
         settings = Settings(cap, mode, options.block_size, options.tree_nodes, options.lengths, *choice)
         if drawn.given:  # one token, so that values which transformers refuses are refused before any text
-            plain = {"mode": "ar", "block_size": None, "lengths": None}
+            plain = {"mode": "ar", "block_size": None, "tree_nodes": None, "lengths": None}
             model.generate([[0]], max_new_tokens=1, **{**settings.arguments, **plain})
     if model.path is None:
         say("no adapter fits this model: drafts are looked up in the text, and most tokens cost a forward")

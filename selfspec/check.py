@@ -23,7 +23,6 @@ from torch import Tensor
 from selfspec import options, prompts
 from selfspec.generation import processors_of
 from selfspec.model import SelfSpecModel
-from selfspec.plan import NODES
 from selfspec.prompts import Prompt
 from selfspec.reference import Finding, Judge, Rescore, answers
 from selfspec.sampling import Pipeline, as_seed, perturbed
@@ -100,7 +99,7 @@ class Settings:
     batches: list[int]
     cap: int
     block_size: int | None = None
-    tree_nodes: int = NODES
+    tree_nodes: int | None = None
     choice: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None
     lengths: dict[str, str] = field(default_factory=dict)
@@ -114,7 +113,8 @@ class Settings:
             return answers(hf, hf, asked, self.cap, **choice)
         how: dict[str, Any] = {}
         if run.role == "run":
-            how = {"block_size": self.block_size, "tree_nodes": self.tree_nodes, "lengths": self.lengths.get(run.mode)}
+            how = {"block_size": self.block_size, "lengths": self.lengths.get(run.mode)}
+            how["tree_nodes"] = self.tree_nodes if "tree" in run.mode else None
         return answers(model, hf, asked, self.cap, mode=run.mode, **how, **choice)
 
     def rescore(self, model: SelfSpecModel, prompt: list[int], number: int) -> Rescore | None:
@@ -281,8 +281,8 @@ def run(
         model = options.load_model(where)
         modes = options.check_modes(model, mode, where)
         options.require_fit(model, sets, max_new_tokens)
-        sizes, rules = (where.block_size, where.tree_nodes), {m: options.lengths_of(model, m, where) for m in modes}
-        lengths = {m: rule for m, rule in rules.items() if rule is not None}
+        sizes, rules = (where.block_size, where.tree_nodes), {m: options.sizes_of(model, m, where) for m in modes}
+        lengths = {m: rule["lengths"] for m, rule in rules.items() if rule.get("lengths") is not None}
         settings = Settings(modes, list(batches), max_new_tokens, *sizes, choice, seed, lengths)
         replace(settings, cap=1).ask(model, [[0]], Run("", "ar", 1), 0)  # values are refused before any work
     facts = {"model": where.model, "adapter": where.adapter, "settings": asdict(settings), **options.setting(model)}

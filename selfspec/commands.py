@@ -70,7 +70,7 @@ def chat(
 @chosen
 def demo(
     where: Chosen = FAST,
-    mode: Annotated[str, typer.Option(help="How to speculate.")] = "sequential",
+    mode: Mode = None,
     max_new_tokens: MaxNewTokens = 96,
     repeats: options.Repeats = 2,
 ) -> int:

@@ -17,10 +17,10 @@ from selfspec.options import (
     Chosen,
     check_modes,
     dtype_name,
-    lengths_of,
     load_model,
     setting,
     settled,
+    sizes_of,
 )
 from selfspec.reference import Finding, Judge, answers
 from selfspec.runners import engine_runner, hf_runner
@@ -36,12 +36,11 @@ def baselines(options: Chosen) -> tuple[str, ...]:
     return tuple(dict.fromkeys(["float32", fast, options.dtype]))
 
 
-def load(options: Chosen, mode: str) -> tuple[SelfSpecModel, SelfSpecModel] | None:
+def load(options: Chosen) -> tuple[SelfSpecModel, SelfSpecModel] | None:
     """The model as it is shown, and in float32 (the same one if that is what is shown); None without an adapter."""
     fast = load_model(options)
     if fast.path is None:
         return None
-    check_modes(fast, (mode,), options)
     return fast, fast if options.dtype == "float32" else load_model(replace(options, dtype="float32"))
 
 
@@ -90,11 +89,12 @@ def proof(found: list[Finding | None]) -> tuple[str, bool]:
     return same + (f"; {ties} differ in a tie that float64 proves" if ties else ""), True
 
 
-def run(options: Chosen, mode: str, max_new_tokens: int, repeats: int) -> int:
+def run(options: Chosen, mode: str | None, max_new_tokens: int, repeats: int) -> int:
     """Show answers, measure, prove. Returns 1 if the proof fails, or where no adapter fits."""
     with refusing():
-        models = load(options, mode)
-    if models is None:
+        models = load(options)
+        mode = None if models is None else check_modes(models[0], (mode,) if mode else None, options)[0]
+    if models is None or mode is None:
         refuse(
             f"no shipped adapter fits {options.model}, so there is nothing to show; pass --adapter FOLDER, "
             "or decode plainly with selfspec generate",
@@ -136,6 +136,5 @@ def ways(options: Chosen, mode: str, fast: SelfSpecModel, exact: SelfSpecModel) 
     runners = [hf_runner(by_dtype[d], f"Hugging Face {d}") for d in dtypes]
     for m in dict.fromkeys(["ar", mode]):
         name = f"selfspec {m} {options.dtype}"
-        rule = lengths_of(fast, m, options)
-        runners.append(engine_runner(fast, m, options.block_size, options.tree_nodes, name, rule))
+        runners.append(engine_runner(fast, m, name=name, **sizes_of(fast, m, options)))
     return runners

@@ -27,7 +27,6 @@ from selfspec import settings
 from selfspec.adapters import MaskPathModel, io
 from selfspec.generation import Extras, copied, processors_of, prompts_of
 from selfspec.model import SelfSpecModel
-from selfspec.plan import NODES
 from selfspec.sampling import Pipeline
 
 
@@ -40,7 +39,7 @@ def custom_generate(
     verify: str | None = None,
     mode: str | None = None,
     block_size: int | None = None,
-    tree_nodes: int = NODES,
+    tree_nodes: int | None = None,
     lengths: str | None = None,
 ) -> Callable[..., Any]:
     """A decoding method for transformers' `generate`, on an untouched model.

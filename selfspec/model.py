@@ -22,7 +22,7 @@ from selfspec.memory import fitting
 from selfspec.past import Past
 from selfspec.plan import NODES, Plan
 from selfspec.plan.planner import Fixed, Policy
-from selfspec.planners import planner_for, pruning_for
+from selfspec.planners import default_mode, planner_for, pruning_for
 from selfspec.pruning import Pruning
 from selfspec.session import Request, Session
 from selfspec.shadow import table_of
@@ -145,7 +145,7 @@ class SelfSpecModel:
         verify: str | None = None,
         mode: str | None = None,
         block_size: int | None = None,
-        tree_nodes: int = NODES,
+        tree_nodes: int | None = None,
         lengths: str | None = None,
         slots: int | None = None,
         **kwargs: Any,
@@ -178,9 +178,9 @@ class SelfSpecModel:
                 "regex": ...}: the answer follows it (needs `pip install selfspec[grammar]` and a tokenizer).
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
             mode: "ar", "lookup", "sequential", "loop", "tree", "overlap", or several as in "overlap+tree"; "auto"
-                measures and chooses before every round. By default "sequential" with an adapter and "lookup" without.
+                measures and chooses before every round. By default "auto", see `selfspec.planners.default_mode`.
             block_size: tokens verified per round in a chain; by default the adapter's.
-            tree_nodes: nodes of a tree beside its root.
+            tree_nodes: nodes of a tree beside its root, by default 31.
             lengths: a rule that says how many drafts of a chain are verified: "product", "libraspec", "scan" (measures
                 forwards), "adaflash" (an adapter with a length head) or "fixed:length=4"; settings as in
                 "product:threshold=0.1:by=margin". By default all are. The text stays the same.
@@ -329,15 +329,18 @@ class SelfSpecModel:
         self,
         mode: str | None = None,
         block_size: int | None = None,
-        tree_nodes: int = NODES,
+        tree_nodes: int | None = None,
         verify: str = "coupled",
         lengths: str | None = None,
     ) -> Policy:
         """What chooses the rounds' plans: with "auto" the planner, which learns from call to call; else one plan.
 
         Raises:
-            ValueError: a plan that drafts, and no adapter; sizes or a length rule beside "auto"; a rule without use.
+            ValueError: a plan that drafts, and no adapter; sizes or a length rule beside "auto"; one without use.
         """
+        mode = mode or default_mode(self.path is not None, verify, block_size, tree_nodes, lengths)
+        if tree_nodes is not None and "tree" not in mode:
+            raise ValueError(f"tree_nodes={tree_nodes}: mode={mode!r} builds no tree of a given size")
         if mode != "auto":
             return self.pruned(self.plan(mode, block_size, tree_nodes), lengths)
         for name, given in (("block_size", block_size), ("lengths", lengths)):
@@ -360,22 +363,18 @@ class SelfSpecModel:
             self._prunings[lengths] = pruning_for(self.bodies, lengths, slots)
         return self._prunings[lengths].policy(plan, self.bodies[plan.adapter].path)
 
-    def plan(
-        self, mode: str | None = None, block_size: int | None = None, tree_nodes: int = NODES, adapter: int = 0
-    ) -> Plan:
+    def plan(self, mode: str, block_size: int | None = None, tree_nodes: int | None = None, adapter: int = 0) -> Plan:
         """The fixed plan that these choices stand for; `adapter` counts those that are loaded.
 
         Raises:
             ValueError: a plan that drafts, and no adapter.
         """
-        if mode is None:
-            mode = "lookup" if self.path is None else "sequential"
         if not 0 <= adapter < len(self.bodies):
             raise ValueError(f"adapter={adapter}: {len(self.bodies)} are loaded, counted from 0")
         path = getattr(self.bodies[adapter].path, "config", None)
         if block_size is None:
             block_size = LOOKUP_BLOCK if path is None or mode == "lookup" else path.block_size
-        plan = Plan(mode, block_size, tree_nodes, adapter=adapter)
+        plan = Plan(mode, block_size, NODES if tree_nodes is None else tree_nodes, adapter=adapter)
         plan.require(path)
         return plan
 

@@ -87,8 +87,8 @@ MaxNewTokens = Annotated[int, typer.Option(min=1, help="Per answer.")]
 Mode = Annotated[
     str | None,
     typer.Option(
-        help="ar, lookup, sequential, loop, tree, overlap, several as in overlap+tree, or auto; by default sequential, "
-        "or lookup without adapter."
+        help="ar, lookup, sequential, loop, tree, overlap, several as in overlap+tree, or auto; by default auto, but "
+        "sequential where --block-size or --lengths is given, tree with --tree-nodes, lookup without adapter."
     ),
 ]
 Modes = Annotated[
@@ -134,7 +134,7 @@ class Chosen:
     block_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens verified per round in a chain; by default the adapter's.")
     ] = None
-    tree_nodes: Annotated[int, typer.Option(min=1, help="Nodes of a tree.")] = NODES
+    tree_nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of a tree.", show_default=str(NODES))] = None
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -259,7 +259,7 @@ def load_model(options: Chosen) -> SelfSpecModel:
         options.model, adapters(options.adapter), getattr(torch, options.dtype), options.device, exact=options.exact
     )
     # one token, so that settings which `generate` refuses (a repetition penalty) are refused before any work
-    model.generate([[0]], do_sample=False, max_new_tokens=1)
+    model.generate([[0]], do_sample=False, max_new_tokens=1, mode="ar")
     return model
 
 
@@ -268,16 +268,21 @@ def check_modes(model: SelfSpecModel, modes: tuple[str, ...] | None, options: Ch
 
     Args:
         model: with or without an adapter.
-        modes: as asked; None means the model's default.
+        modes: as asked; None means the default.
         options: the plan's sizes.
 
     Raises:
         ValueError: a mode that cannot run, before any work is done.
     """
-    modes = modes or (model.plan().mode,)
-    plans = [model.plan(m, options.block_size, options.tree_nodes) for m in modes if m != "auto"]
+    from selfspec.planners import default_mode
+
+    sizes = options.block_size, options.tree_nodes
+    modes = modes or (default_mode(model.path is not None, "coupled", *sizes, options.lengths),)
+    plans = [model.plan(m, *sizes) for m in modes if m != "auto"]
     if "auto" in modes and options.block_size is not None:
         raise ValueError(f"block_size={options.block_size}: with mode auto the planner chooses it")
+    if options.tree_nodes is not None and not any("tree" in m for m in modes):
+        raise ValueError(f"tree_nodes={options.tree_nodes}: mode {', '.join(modes)} builds no tree of a given size")
     if options.lengths is not None:
         chains = [p for p in plans if p.chain]
         if not chains:
@@ -287,10 +292,14 @@ def check_modes(model: SelfSpecModel, modes: tuple[str, ...] | None, options: Ch
     return list(modes)
 
 
-def lengths_of(model: SelfSpecModel, mode: str | None, options: Chosen) -> str | None:
-    """The length rule that is asked for, in a mode that it can prune."""
-    fits = mode != "auto" and model.plan(mode, options.block_size, options.tree_nodes).chain
-    return options.lengths if fits else None
+def sizes_of(model: SelfSpecModel, mode: str, options: Chosen) -> dict[str, Any]:
+    """Of what is asked for, the block size, the tree's nodes and the length rule that a mode knows: of several modes
+    that run beside one another each has its own."""
+    if mode == "auto":
+        return {}
+    chain = model.plan(mode, options.block_size, options.tree_nodes).chain
+    found = {"block_size": options.block_size, "tree_nodes": options.tree_nodes if "tree" in mode else None}
+    return {**found, "lengths": options.lengths if chain else None}
 
 
 def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -> None:

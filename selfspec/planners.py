@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -15,17 +16,43 @@ from selfspec.plan.table import LatencyTable
 from selfspec.plan.tabulate import graphs_run, table_for
 from selfspec.pruning import Pruning, weighs
 
+log = logging.getLogger(__name__)
 MODES = ("lookup", "sequential", "loop", "tree", "overlap")  # combined ones have not won anywhere yet
 UNKNOWN = 0.7  # acceptance to begin with, where an adapter does not say
 MOST_REQUESTS = 256  # at a time, that a table measured at load covers where rounds replay graphs
+GRAPHED, EAGER = 10.0, 5.0  # seconds of that measurement, with and without graphs
 MOST_NODES = 64  # of a tree; wider ones cost more than they bring at every measured size
+
+
+def default_mode(
+    drafts: bool,
+    verify: str = "coupled",
+    block_size: int | None = None,
+    tree_nodes: int | None = None,
+    lengths: str | None = None,
+) -> str:
+    """The mode where nobody names one: "auto" where an adapter drafts, but for what would be ignored by it or undone.
+
+    Args:
+        drafts: whether an adapter is loaded; without one drafts are looked up.
+        verify: with all but "coupled" the text of a seed follows from how its rounds were cut, which a planner does by
+            the clock: chains, so that the same seed gives the same text again.
+        block_size: given, chains of that size.
+        tree_nodes: given, a tree.
+        lengths: given, chains that the rule prunes.
+    """
+    if tree_nodes is not None:
+        return "tree"
+    if not drafts:
+        return "lookup"
+    return "auto" if verify == "coupled" and block_size is None and lengths is None else "sequential"
 
 
 def planner_for(
     bodies: Sequence[Backbone],
     verify: str = "coupled",
     table: LatencyTable | None = None,
-    seconds: float = 10.0,
+    seconds: float | None = None,
     slots: int | None = None,
 ) -> Planner:
     """A planner over what can be done.
@@ -34,11 +61,13 @@ def planner_for(
         bodies: a backbone for each adapter, all of one model.
         verify: how drawn tokens are verified.
         table: the latency table; by default the stored one, or one measured now.
-        seconds: time budget of that measurement.
+        seconds: time budget of that measurement, see `table_of`.
         slots: requests at a time that it must cover, see `table_of`.
     """
     paths = [c for b in bodies if (c := getattr(b.path, "config", None)) is not None]
     plans = [p for p in menu(paths, MODES) if p.tree_nodes <= MOST_NODES and _takes(verify, p)]
+    for i in set(range(len(paths))) - {p.adapter for p in plans if p.drafts}:
+        log.warning("adapter %d drafts in no mode (layouts %s): it stands idle", i, ", ".join(paths[i].layouts))
     if table is None:
         table = table_of(bodies, seconds, slots)
     costs = costs_of(bodies, table)
@@ -68,16 +97,19 @@ def pruning_for(bodies: Sequence[Backbone], text: str, slots: int | None = None)
     return Pruning(text, bodies, costs)
 
 
-def table_of(bodies: Sequence[Backbone], seconds: float = 10.0, slots: int | None = None) -> LatencyTable:
+def table_of(bodies: Sequence[Backbone], seconds: float | None = None, slots: int | None = None) -> LatencyTable:
     """One latency table for a model and all its mask paths: what is stored, or measured now within `seconds`.
 
     Args:
         bodies: a backbone for each adapter, all of one model.
-        seconds: time budget; what an adapter leaves of its share goes to the next.
+        seconds: time budget, by default 10 where graphs are captured and 5 elsewhere, as somebody waits for it; what an
+            adapter leaves of its share goes to the next.
         slots: requests at a time that it must cover; by default many where graphs run, as no batch is known at load,
             and one elsewhere, where a forward takes long.
     """
-    slots = slots or (MOST_REQUESTS if graphs_run(bodies[0]) else 1)
+    graphs = graphs_run(bodies[0])
+    slots = slots or (MOST_REQUESTS if graphs else 1)
+    seconds = seconds or (GRAPHED if graphs else EAGER)
     end, table = time.perf_counter() + seconds, None
     for i, body in enumerate(bodies):
         budget = (end - time.perf_counter()) / (len(bodies) - i)

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from selfspec import hub, options
 from selfspec.measure import Prompts, Runner, Watch
 from selfspec.model import SelfSpecModel
-from selfspec.plan import NODES
 from selfspec.reference import answers, eos_ids
 from selfspec.request import Request
 from selfspec.stats import Stats
@@ -28,7 +27,7 @@ def engine_runner(
     model: SelfSpecModel,
     mode: str,
     block_size: int | None = None,
-    tree_nodes: int = NODES,
+    tree_nodes: int | None = None,
     name: str | None = None,
     lengths: str | None = None,
 ) -> Runner:

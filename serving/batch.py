@@ -51,7 +51,7 @@ class BatchOptions:
     seed: int = 0
     mode: str | None = None
     block_size: int | None = None
-    tree_nodes: int = 16
+    tree_nodes: int | None = None
     slots: int | None = None
     memory: int | None = None
     name: str = "selfspec"

@@ -57,7 +57,7 @@ class Engine:
         if slots < 1:
             raise ValueError(f"slots={slots}: expected 1 or more")
         self.bodies, self.backbone, self.verify = model.bodies, model.backbone, verify
-        plan = plan or model.plan()
+        plan = plan or model.policy(verify=verify)
         self.plan = Fixed(plan) if isinstance(plan, Plan) else plan
         self.slots, self.patience, self.reuse = slots, patience, reuse
         self.ahead = self.backbone.device.type == "cuda"  # see `allot`

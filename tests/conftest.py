@@ -26,6 +26,28 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def tables(tmp_path_factory):
+    """Latency tables of tests are not kept with the user's own, unless a test says where."""
+    from selfspec.plan import tabulate
+
+    real, folder = tabulate.stored_at, tmp_path_factory.mktemp("latency")
+    with pytest.MonkeyPatch.context() as patch:
+        own = lambda key: real(key) if "SELFSPEC_CACHE" in os.environ else folder / real(key).name  # noqa: E731
+        patch.setattr(tabulate, "stored_at", own)
+        yield
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """Where nobody names a mode, drafts are chains: a planner decodes models this small plainly, and what can go wrong
+    with drafts would not run."""
+    from selfspec import model
+
+    real = model.default_mode
+    monkeypatch.setattr(model, "default_mode", lambda *how: real(*how).replace("auto", "sequential"))
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """One thread, for what is timed or spawns work of its own."""

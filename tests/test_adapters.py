@@ -15,6 +15,8 @@ from selfspec.adapters.io import AdapterError
 from selfspec.backbone import MASK, Backbone, DraftRows
 from selfspec.cache import PrefixCache
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 ONE = torch.tensor([PROMPT])
 
 

@@ -125,7 +125,7 @@ def test_the_demo_shows_measures_and_proves(folder, adapter):
     out = result.stdout
     assert result.exit_code == 0
     assert "machine:" in out and "bfloat16" in out and suite.CHAT[0] in out and "draft forwards" in out
-    assert all(f"Hugging Face {d}" in out for d in ("float32", "bfloat16")) and "selfspec sequential bfloat16" in out
+    assert all(f"Hugging Face {d}" in out for d in ("float32", "bfloat16")) and "selfspec auto bfloat16" in out
     assert "of 2 answers equal Hugging Face's generate(), token for token" in out
 
 

@@ -211,7 +211,7 @@ def test_a_wrong_draw_is_a_mismatch_and_a_tie_of_draws_is_proved(tmp_path, model
 
     monkeypatch.setattr(choose, "draw", other)
     argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--temperature", "1.5", "--top-k", "0"]
-    result, data = run(tmp_path, *argv)
+    result, data = run(tmp_path, *argv, "--mode", "sequential")
     assert result.exit_code == 1 and data["mismatches"] > 0 and data["ties"] == 0
     assert "plain decoding has" in result.stdout
     hf = tiny_chat.LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -22,6 +22,8 @@ from selfspec.backbone import Backbone
 from selfspec.plan import Plan
 from selfspec.session import Request, Session
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 
 @pytest.mark.parametrize("mode", ["sequential", "overlap"])
 @pytest.mark.parametrize("offset", range(2 * B + 1))
@@ -145,7 +147,7 @@ def test_a_bad_request_is_found_before_any_is_run():
     decoder = SelfSpecModel(model_of())
     requests = [Request(PROMPT, 4), Request([5, 6], 4), Request(PROMPT * 6, 5)]
     with pytest.raises(ValueError, match=f"{POSITIONS} positions"):
-        list(decoder.run(requests, decoder.plan(), slots=1))
+        list(decoder.run(requests, decoder.plan("ar"), slots=1))
     assert not any(r.output for r in requests)
 
 

@@ -23,6 +23,8 @@ from selfspec.serving.lane import Lane, allot, classes, most_slots
 from selfspec.serving.stream import Streams
 from selfspec.session import Request
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 MODES = ("ar", "lookup", "sequential", "tree", "overlap", "overlap+tree")
 EOS = frozenset([0])
 
@@ -125,8 +127,9 @@ def test_requests_of_one_priority_are_served_in_their_order(model):
 
 def test_a_long_prompt_is_not_starved_by_short_ones(model, short):
     """A memory that holds either the long one's lane or the short ones', and short ones that keep coming."""
-    budget = slot_bytes(model.backbone, [model.plan()], 128)
-    engine = Engine(model, slots=4, memory=budget, patience=4)
+    plan = model.plan("sequential")
+    budget = slot_bytes(model.backbone, [plan], 128)
+    engine = Engine(model, plan, slots=4, memory=budget, patience=4)
     some = prompts(400, longest=8)
     for _ in range(8):
         engine.add(Request(some.pop(), 6))
@@ -152,7 +155,8 @@ def test_live_caches_never_exceed_the_budget(model, short, monkeypatch):
         peak.append(sum(c.nbytes for c in caches))
 
     monkeypatch.setattr(KVCache, "__init__", noted)
-    engine = Engine(model, memory=4 * slot_bytes(model.backbone, [model.plan()], 128), patience=2)
+    plan = model.plan("sequential")
+    engine = Engine(model, plan, memory=4 * slot_bytes(model.backbone, [plan], 128), patience=2)
     draw = random.Random(5)
     tickets = [engine.add(Request(p * draw.choice([1, 1, 1, 4]), 10)) for p in prompts(60)]
     for _ in range(10):
@@ -180,7 +184,8 @@ def test_the_planned_bytes_are_those_that_a_session_takes(model):
 
 
 def test_what_would_never_fit_is_refused(model):
-    engine = Engine(model, memory=slot_bytes(model.backbone, [model.plan()], 50))
+    plan = model.plan("sequential")
+    engine = Engine(model, plan, memory=slot_bytes(model.backbone, [plan], 50))
     with pytest.raises(ValueError, match=r"prompt of 40 tokens and 20 new ones exceed the 50 positions that a KV"):
         engine.add(Request([1] * 40, 20))
     with pytest.raises(ValueError, match="the model's positions allow"):

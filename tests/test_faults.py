@@ -12,6 +12,8 @@ from selfspec.request import Request
 from selfspec.serving.params import Builder
 from selfspec.session import Session
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 ONE = torch.tensor([PROMPT])
 N = 14
 

@@ -7,6 +7,8 @@ from transformers import GenerationConfig
 
 from selfspec import SelfSpecModel
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 MODES = ("ar", "sequential", "tree", "overlap", "overlap+tree")
 ONE = torch.tensor([PROMPT])
 PAD = 0
@@ -272,7 +274,7 @@ def test_layouts_that_were_not_trained_are_refused():
     with pytest.raises(ValueError, match="hidden"):
         speculative(layouts=("known",)).generate(ONE, max_new_tokens=4, mode="overlap")
     with pytest.raises(ValueError, match="known"):
-        speculative(layouts=("hidden",)).generate(ONE, max_new_tokens=4)
+        speculative(layouts=("hidden",)).generate(ONE, max_new_tokens=4, mode="sequential")
     with pytest.raises(ValueError, match="adapter"):
         SelfSpecModel(model_of()).generate(ONE, max_new_tokens=4, mode="sequential")
 

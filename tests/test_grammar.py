@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from selfspec import SelfSpecModel, grammar
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 pytest.importorskip("llguidance")
 MODES = ("lookup", "sequential", "tree", "overlap+tree")
 CHARACTERS = '{}[]":,Ġabcdefgnrtuls0123456789.-xy'

@@ -11,6 +11,8 @@ import selfspec
 from selfspec import SelfSpecModel
 from selfspec.adapters import io
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 ONE = torch.tensor([PROMPT])
 N = 12
 

@@ -39,7 +39,7 @@ def test_lookup_is_exact_and_the_default_without_an_adapter(slots):
     model = model_of()
     prompts = [[3, 4, 5, 3, 4], [5, 6, 7, 5, 6, 7, 5], [9, 3]]
     engine = SelfSpecModel(model)
-    assert engine.plan().mode == "lookup"
+    assert [p.mode for p in engine.policy().plans] == ["lookup"]
     out = engine.generate(prompts, max_new_tokens=30, eos_token_id=None, pad_token_id=0, slots=slots)
     width = max(map(len, prompts))
     assert out[:, width:].tolist() == reference(model, prompts, 30)

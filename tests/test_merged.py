@@ -11,6 +11,8 @@ from selfspec.draft.block import draft_inputs
 from selfspec.merged import merge
 from selfspec.routed import RoutedLinear
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 
 def logits(body):
     """Of two clean rows and a group that rides with them."""

@@ -19,6 +19,8 @@ from selfspec.request import Request
 from selfspec.sampling import Pipeline, Sampling, draw
 from selfspec.steps import Decay
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 V = 30
 EOS = torch.tensor([3, 7])
 

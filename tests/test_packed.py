@@ -9,6 +9,8 @@ from selfspec.adapters.attention import CopyDelta
 from selfspec.backbone import Backbone
 from selfspec.packed import PackedLinear, packable
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 CPU = torch.device("cpu")
 packs = pytest.mark.skipif(not packable(CPU, torch.bfloat16, 0), reason="oneDNN packs no bfloat16 here")
 

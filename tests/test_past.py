@@ -8,6 +8,8 @@ from transformers import DynamicCache
 from selfspec import SelfSpecModel
 from selfspec.past import FIELD, Past
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 MODES = ("ar", "lookup", "sequential", "tree", "overlap", "overlap+tree")
 KEEP = dict(return_dict_in_generate=True)
 TURNS = ([5, 9], [12], [3, 3, 8], [1, 7])

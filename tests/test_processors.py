@@ -9,6 +9,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, SuppressTokensLog
 
 from selfspec import SelfSpecModel
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 MODES = ("ar", "lookup", "sequential", "tree", "overlap", "overlap+tree")
 ONE = torch.tensor([PROMPT])
 N, EOS = 12, 7
@@ -88,7 +90,9 @@ def test_one_prompt(name, dtype):
     truth = own(model, [PROMPT], max_new_tokens=N, **arguments)[0]
     decoder, turn = SelfSpecModel(model, path_of(model)), list(ARGUMENTS).index(name)
     for mode in MODES if dtype == torch.float64 else (MODES[turn % 6], MODES[(turn + 4) % 6]):
-        got = decoder.generate(ONE, do_sample=False, max_new_tokens=N, mode=mode, tree_nodes=7, **arguments)
+        got = decoder.generate(
+            ONE, do_sample=False, max_new_tokens=N, mode=mode, tree_nodes=7 if "tree" in mode else None, **arguments
+        )
         assert got[0, len(PROMPT) :].tolist() == truth, mode
 
 
@@ -115,7 +119,13 @@ def test_ragged_batches(name):
     turn = list(ARGUMENTS).index(name)
     for mode in (MODES[turn % 6], MODES[(turn + 2) % 6]):
         got = decoder.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=N, mode=mode, tree_nodes=7, **arguments
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=N,
+            mode=mode,
+            tree_nodes=7 if "tree" in mode else None,
+            **arguments,
         )
         assert [trimmed(r, arguments.get("eos_token_id")) for r in got[:, 12:].tolist()] == truth, mode
 
@@ -140,7 +150,9 @@ def test_processors_are_called_once_per_emitted_token_on_the_true_text(mode, sam
     decoder = SelfSpecModel(model, path_of(model))
     plain = SelfSpecModel(model)
     extra = dict(do_sample=True, seed=5, temperature=0.7) if sample else dict(do_sample=False)
-    out = decoder.generate(ONE, max_new_tokens=N, logits_processor=[recorder], mode=mode, tree_nodes=9, **extra)
+    out = decoder.generate(
+        ONE, max_new_tokens=N, logits_processor=[recorder], mode=mode, tree_nodes=9 if "tree" in mode else None, **extra
+    )
     text = out[0].tolist()
     assert [s[0].tolist() for s in recorder.seen] == [text[: len(PROMPT) + i] for i in range(N)]
     assert torch.equal(out, plain.generate(ONE, max_new_tokens=N, logits_processor=[Recorder()], **extra))

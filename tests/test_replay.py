@@ -21,6 +21,8 @@ from selfspec.sampling import Pipeline, Sampling
 from selfspec.session import Request, Session
 from selfspec.verify import VERIFIERS, Noise
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 B = 5
 RULES = ("product:threshold=0.1", "libraspec:by=certainty", "product:by=margin")
 KINDS = {
@@ -306,7 +308,8 @@ def test_a_call_that_failed_leaves_nothing_behind(error, at, mode, monkeypatch):
     replayed = Replayed()
     monkeypatch.setattr("selfspec.session.Graphs", lambda *a: replayed)
     truth = reference(model, prompts, 10)
-    arguments = dict(max_new_tokens=10, mode=mode, tree_nodes=6)
+    nodes = 6 if "tree" in mode else None
+    arguments = dict(max_new_tokens=10, mode=mode, tree_nodes=nodes)
 
     def check():
         out = decoder.generate(prompts, **arguments)
@@ -316,7 +319,7 @@ def test_a_call_that_failed_leaves_nothing_behind(error, at, mode, monkeypatch):
     with pytest.raises(type(error)):
         decoder.generate(prompts, logits_processor=[[Fails(at, error)], [], []], **arguments)
     check()
-    for _ in decoder.rounds([Request(p, 10) for p in prompts], decoder.policy(mode, None, 6)):
+    for _ in decoder.rounds([Request(p, 10) for p in prompts], decoder.policy(mode, None, nodes)):
         break  # dropped, with a round on its way
     check()
     decoder.generate(prompts[:2], max_new_tokens=4, mode="tree", tree_nodes=3, block_size=3)

@@ -10,6 +10,8 @@ from transformers.generation import MaxLengthCriteria
 
 from selfspec import SelfSpecModel, request, session
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 MODES = ("ar", "lookup", "sequential", "tree", "overlap", "overlap+tree")
 ONE = torch.tensor([PROMPT])
 N = 14

@@ -12,6 +12,8 @@ from selfspec.serving.engine import Engine
 from selfspec.serving.stream import Streams
 from selfspec.session import Request
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 
 @pytest.fixture
 def engine():

@@ -8,6 +8,8 @@ from transformers import TextStreamer
 
 from selfspec import SelfSpecModel
 
+pytestmark = pytest.mark.usefixtures("chains")
+
 
 def test_a_streamer_sees_nothing_of_a_call_that_is_refused():
     """It got the prompt before the arguments were checked, and waited for an end that never came."""

@@ -45,7 +45,7 @@ from selfspec import SelfSpecModel
 
 ONE = torch.tensor([PROMPT])
 MODES = ("ar", "lookup", "sequential", "tree", "overlap", "overlap+tree")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.usefixtures("chains"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def own(model, ids=ONE, **kwargs):

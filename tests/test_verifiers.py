@@ -323,7 +323,7 @@ def surprise(verifier, mode, n=2000):
     model = model_of(dtype=torch.float32)
     out = SelfSpecModel(model, path_of(model, 0.2)).generate(
         torch.tensor([PROMPT]), max_new_tokens=4, do_sample=True, temperature=0.9, top_k=4,
-        num_return_sequences=n, seed=as_seed(12), verify=verifier, mode=mode, tree_nodes=6,
+        num_return_sequences=n, seed=as_seed(12), verify=verifier, mode=mode, tree_nodes=6 if mode == "tree" else None,
     )  # fmt: skip
     law, found = exact_law(), dict.fromkeys(exact_law(), 0)
     for text in out[:, len(PROMPT) : len(PROMPT) + 3].tolist():

@@ -73,7 +73,7 @@ def measure(
         repeats: timed runs after three warm ones; a graph is replayed `REPLAYS` times in each.
         drafts: of an overlap, draft rows per request: one group on each of the last clean rows, blocks as wide as they
             divide evenly; of a tree, its drafts.
-        seconds: stop repeating after this long (three runs at least, and then one warm one is enough).
+        seconds: stop repeating after this long (two runs at least, and then one warm one is enough).
     """
     cache = backbone.new_cache(n, context, r + drafts)
     cache.lengths = [context] * n
@@ -186,7 +186,7 @@ def _timed(
         if i == 0 or not late():
             once()
     times: list[float] = []
-    while len(times) < repeats and (len(times) < 3 or not late()):
+    while len(times) < repeats and (len(times) < 2 or not late()):
         times.append(once())
     return times
 

@@ -136,9 +136,7 @@ def tabulate(
         if seconds is None or not table.points:
             affordable: list[Shape] = left
         else:
-            runs = 4e-3 * (
-                2 + REPLAYS if graph else 1
-            )  # seconds per millisecond: a warm repeat, three timed ones, captures
+            runs = 3e-3 * (2 + REPLAYS if graph else 1)  # seconds per millisecond: a warm repeat, two timed, captures
             affordable = [s for s in left if spent + runs * _expected(table, s, entry) < seconds]
         shape = next((s for s in affordable if _fits(backbone, s)), None)
         if shape is None:
