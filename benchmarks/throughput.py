@@ -7,9 +7,11 @@ Prompts are taken in turn from all files, with caps that are mixed too, and repe
 of them at `--full` slots and more, fewer below, so that each setting takes about as long. As some come twice, no keys
 and values are taken from prompts before. Hugging Face decodes them sorted by length in static batches of the same size,
 each until its longest answer is whole; its tokens are counted up to each answer's own end. It is slow, so it may get
-fewer of the same prompts (`--hf-count`): rates are compared. Every setting runs once on a few prompts first, off the
-clock. The GPU's busy share is sampled by NVML, as nvidia-smi shows it, ten times a second; it says for how much of the
-time some kernel ran.
+fewer of the same prompts (`--hf-count`): rates are compared. Every setting runs once on some prompts first (`--warm`),
+off the clock: what is compiled and captured then is there later, as in a server. What still is within the measurement
+is told: `phase_seconds` "rest" are rounds that were not replayed, `idle_seconds` what no round or prefill accounts for,
+`captured` the graphs. The GPU's busy share is sampled by NVML, as nvidia-smi shows it, ten times a second; it says for
+how much of the time some kernel ran.
 """
 
 import argparse
@@ -79,13 +81,18 @@ def measured(device: torch.device, out: dict[str, Any]):
     out["peak_memory"] = torch.cuda.max_memory_allocated(device) if cuda else None
 
 
+def captures(engine: Engine) -> int:
+    """Graphs that the engine's lanes have captured."""
+    return sum(lane.open.graphs.captures for lane in engine.lanes.values())
+
+
 def ours(model: SelfSpecModel, mode: str, slots: int, memory: int | None) -> Callable[[Asked, dict], list[list[int]]]:
     """One engine in one mode, kept from the warm-up to the measurement with all that it captured."""
     plan, eos = model.policy(mode), eos_ids(model.model)
     engine = Engine(model, plan, slots, memory, reuse=False)
 
     def run(asked: Asked, out: dict[str, Any]) -> list[list[int]]:
-        before = engine.metrics.stats
+        before, captured = engine.metrics.stats, captures(engine)
         requests = [Request(p, cap, eos) for p, cap in asked]
         with measured(model.backbone.device, out):
             for request in requests:
@@ -95,6 +102,9 @@ def ours(model: SelfSpecModel, mode: str, slots: int, memory: int | None) -> Cal
         after = engine.metrics.stats
         rounds = after.rounds - before.rounds
         out["tau"] = (after.tokens - before.tokens) / rounds if rounds else 0.0
+        out["phase_seconds"] = {k: s - before.seconds[k] for k, s in after.seconds.items()}
+        out["idle_seconds"] = out["seconds"] - sum(out["phase_seconds"].values())
+        out["captured"] = captures(engine) - captured
         out["engine"] = snapshot(engine)
         return [r.output for r in requests]
 
@@ -133,6 +143,7 @@ def main() -> None:
     parser.add_argument("--modes", default="ar,sequential")
     parser.add_argument("--slots", default="1,4,16,64,128,256")
     parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--warm", type=int, default=500, help="prompts before; two per slot at least, all at most")
     parser.add_argument("--full", type=int, default=64, help="slots from which on all prompts are used")
     parser.add_argument("--caps", default="32,64,128,256")
     parser.add_argument("--memory", type=float, help="GiB of keys and values")
@@ -153,7 +164,7 @@ def main() -> None:
     memory = None if args.memory is None else int(args.memory * 2**30)
     data: dict[str, Any] = {"settings": vars(args), **options.setting(model), "results": []}
     print(f"{'slots':>5} {'prompts':>7} {'mode':14} {'tokens/s':>9} {'x ar':>6} {'x hf':>6} ", end="")
-    print(f"{'tau':>5} {'busy':>5} {'peak MiB':>9}")
+    print(f"{'tau':>5} {'busy':>5} {'peak MiB':>9} {'rest s':>6} {'idle s':>6} {'captured':>8}")
     for slots in [int(s) for s in args.slots.split(",")]:
         part = asked[: max(4 * slots, args.count * min(slots, args.full) // args.full)][: args.count]
         rates: dict[str, float] = {}
@@ -162,7 +173,7 @@ def main() -> None:
             run = theirs(model, slots) if name == "hf" else ours(model, name, slots, memory)
             few = len(part) if name != "hf" or args.hf_count is None else max(slots, args.hf_count)
             mine = part[:few]
-            run(mine[: slots if name == "hf" else 2 * slots], {})
+            run(mine[: slots if name == "hf" else max(2 * slots, args.warm * len(part) // len(asked))], {})
             out: dict[str, Any] = {"slots": slots, "prompts": len(mine), "mode": name}
             answers[name] = run(mine, out)
             out["tokens"] = sum(map(len, answers[name]))
@@ -179,7 +190,8 @@ def main() -> None:
             peak = (out["peak_memory"] or 0) / 2**20
             print(
                 f"{slots:5} {len(mine):7} {name:14} {rates[name]:9.1f} {shown[0]:6.2f} {shown[1]:6.2f} {shown[2]:5.2f} "
-                f"{shown[3]:5.2f} {peak:9.0f}",
+                f"{shown[3]:5.2f} {peak:9.0f} {out.get('phase_seconds', {}).get('rest', 0.0):6.2f} "
+                f"{out.get('idle_seconds', 0.0):6.2f} {out.get('captured', 0):8}",
                 flush=True,
             )
             if args.json:

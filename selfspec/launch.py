@@ -55,7 +55,7 @@ def launch(
     if not pruned:
         warm = full in graphs
         result = graphs(full, partial(rounds.play, *what, plainly, None))
-        clock.lap("round" if full in graphs else "rest")
+        clock.lap("round" if warm else "rest")
         return result, warm
 
     def first() -> tuple[Tensor | None, ...]:
@@ -77,5 +77,5 @@ def launch(
     warm &= ended in graphs
     result = graphs(ended, second, *given)
     rounds.learn(plan, given[0], seen, result)
-    clock.lap("verify" if ended in graphs else "rest")
+    clock.lap("verify" if warm else "rest")
     return result, warm

@@ -159,6 +159,8 @@ class Engine:
         ends = []
         while self._cancelled:
             ends.append((self._cancelled.popleft(), "cancelled"))
+        if len(self._deadlines) > 64 + 2 * (len(self.running) + self.waiting):  # most have ended long before theirs
+            self._deadlines = sorted(d for d in self._deadlines if d[2].finish_reason is None)
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             ends.append((heapq.heappop(self._deadlines)[2], "deadline"))

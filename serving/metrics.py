@@ -15,6 +15,7 @@ from selfspec.stats import Stats
 
 if TYPE_CHECKING:
     from selfspec.serving.engine import Engine
+    from selfspec.serving.lane import Lane
 
 BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)  # seconds
 KEPT = 4096  # latest observations, for percentiles: memory doesn't grow with the run
@@ -108,8 +109,17 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "arrangements": m.arrangements,
         "memory": {"budget": engine.memory, "reserved": engine.reserved, "peak": m.peaks["memory"]},
         "peaks": m.peaks,
-        "lanes": [{"slots": x.slots, "capacity": x.capacity, "bytes": x.nbytes} for x in list(engine.lanes.values())],
+        "lanes": [_lane(x) for x in list(engine.lanes.values())],
     }
+
+
+def _lane(lane: Lane) -> dict[str, Any]:
+    """A lane's figures: how many graphs it keeps, may keep, and has captured so far."""
+    out: dict[str, Any] = {"slots": lane.slots, "capacity": lane.capacity, "bytes": lane.nbytes}
+    if (session := lane.session) is not None:  # it may be closed by another thread
+        graphs = session.graphs
+        out["graphs"] = {"kept": len(graphs), "most": graphs.most, "captured": graphs.captures}
+    return out
 
 
 class Collector:

@@ -227,6 +227,20 @@ def test_deadlines_end_waiting_and_running_requests(model):
     assert running.request.output == right[: len(running.request.output)] and not waiting.request.output
 
 
+def test_ended_requests_are_not_kept_until_their_deadlines(model):
+    """With timeouts of an hour a server held on to an hour's requests, texts and all."""
+    engine = Engine(model, slots=4)
+    for p in prompts(300):
+        engine.add(Request(p, 2), timeout=3600)
+    finish(engine)
+    last = engine.add(Request([5, 8], 100), timeout=0.05)  # the latest deadline comes first
+    engine.step()
+    assert len(engine._deadlines) <= 64 + 2
+    time.sleep(0.06)
+    finish(engine)
+    assert last.finish_reason == "deadline"
+
+
 def test_a_request_that_fails_in_a_round_fails_alone(model):
     def broken(ids, scores):
         if ids.shape[1] > 6:

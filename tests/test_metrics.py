@@ -60,3 +60,15 @@ def test_the_endpoint_speaks_prometheus(engine):
     assert ended == {"length": 5, "cancelled": 1}
     buckets = [s.value for s in found["selfspec_request_seconds"].samples if s.name.endswith("_bucket")]
     assert buckets == sorted(buckets) and buckets[-1] == 6
+
+
+def test_a_snapshot_tells_how_many_graphs_a_lane_keeps_and_may_keep(engine):
+    """A soak's memory grew, and nothing said how much of it were graphs, nor that they have a bound."""
+    lane = next(iter(engine.lanes.values()))
+    told = snapshot(engine)["lanes"][0]["graphs"]
+    assert told == {"kept": 0, "most": lane.open.graphs.most, "captured": 0}
+    lane.open.graphs.captures = 7
+    assert snapshot(engine)["lanes"][0]["graphs"]["captured"] == 7
+    lane.session, session = None, lane.session  # as it is while another thread closes it
+    assert "graphs" not in snapshot(engine)["lanes"][0]
+    lane.session = session

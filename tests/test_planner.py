@@ -369,3 +369,18 @@ def test_plain_decoding_that_stays_the_best_is_compared_rarely():
         assert 1 <= len(planner.log) - before <= most
     planner.round([View(i, 100) for i in range(65)])
     assert planner.log[-1].number == planner.rounds
+
+
+def test_a_table_is_asked_once_for_all_numbers_of_requests(monkeypatch):
+    """A batch that drains had all plans' costs worked out at every halving, 8 ms each while the GPU waited."""
+    asked, time = [], LatencyTable.time
+    monkeypatch.setattr(LatencyTable, "time", lambda *a, **k: asked.append(a) or time(*a, **k))
+    made = costs(0.01)
+    planner = Planner(made, CHAINS)
+    by_n = {n: planner.round([View(i, 100) for i in range(n)]) for n in (256, 200, 64, 17, 4, 1)}
+    once = len(asked)
+    assert all(by_n.values()) and 0 < once <= 2 * len(CHAINS)
+    planner.round([View(i, 300) for i in range(9)])  # the next stretch of contexts
+    assert once < len(asked) <= 2 * once
+    for n in (1, 4, 200):
+        assert made.round(Plan("ar", 1), n, 100) == pytest.approx(float(time(made.table, "clean", 1, n)))

@@ -357,3 +357,17 @@ def test_places_without_a_draft_are_as_if_the_chain_ended_there(verify):
         assert torch.equal(got.count, wanted.count) and torch.equal(got.bonus, wanted.bonus)
         for i, count in enumerate(got.count.tolist()):
             assert torch.equal(got.tokens[i, :count], wanted.tokens[i, :count])
+
+
+def test_a_round_that_was_captured_is_no_replay():
+    """Its time was booked as a "round": a run that captured much looked as if its graphs were slow."""
+    model = build("Llama", torch.float32)
+    session = Session(Backbone(model, path_of(model)), Plan("ar", 1), 1, 60, graphs=Replayed())
+    session.add([request := Request(list(PROMPT), 8)])
+    while session.active:
+        session.step()
+    assert request.stats.seconds["rest"] > 0 and request.stats.seconds["round"] > 0
+    session.add([again := Request(list(PROMPT), 8)])
+    while session.active:
+        session.step()
+    assert again.stats.seconds["rest"] == 0 and again.stats.seconds["round"] > 0

@@ -11,6 +11,7 @@ from selfspec.plan import Plan
 from selfspec.plan.table import LatencyTable
 
 STEP = 256  # positions; a table is asked once for all contexts within one step
+MANY = 256  # requests; and once for all numbers up to this one, since asking takes as long for hundreds as for one
 
 
 class Costs:
@@ -28,7 +29,7 @@ class Costs:
 
     def parts(self, plan: Plan, most: int, context: float) -> tuple[np.ndarray, np.ndarray]:
         """Milliseconds of verifying (trees built first) and of drafting, for 0, 1, ... most requests and more."""
-        most = 1 << (most - 1).bit_length()  # one entry for all numbers up to the next power of two
+        most = most_of(most)
         step = -(-int(context) // STEP) * STEP
         key = plan, most, step
         if key not in self._parts:
@@ -73,6 +74,11 @@ class Costs:
         """
         verify, draft = self.parts(plan, n, context)
         return float(verify[n] + draft[n if missed is None or not plan.overlap else missed])
+
+
+def most_of(n: int) -> int:
+    """The largest number of requests among those whose costs are worked out together with those of n."""
+    return max(MANY, 1 << (n - 1).bit_length())
 
 
 class Pace:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from selfspec.plan import Plan
-from selfspec.plan.cost import STEP, Costs
+from selfspec.plan.cost import STEP, Costs, most_of
 from selfspec.plan.estimate import DEPTH, Family, families
 
 POSITION = np.arange(DEPTH)
@@ -81,12 +81,12 @@ class Values:
         Where a request has joined, an overlap is drafted for as if it came after other plans.
         """
         verify, draft = self._costs(int(counts.max()), context)
-        out = (verify + draft)[:, counts]
+        out = verify[:, counts] + draft[:, counts]
         out[self.overlaps] -= (1 - self.joins) * draft[self.overlaps][:, counts]
         return out
 
     def _costs(self, n: int, context: float) -> tuple[np.ndarray, np.ndarray]:
-        key = 1 << (n - 1).bit_length(), -(-int(context) // STEP)
+        key = most_of(n), -(-int(context) // STEP)
         if key not in self._parts:
             if len(self._parts) > 64:  # contexts grow: those behind are not asked for again
                 self._parts.clear()
