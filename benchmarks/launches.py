@@ -153,7 +153,7 @@ def count(mode: str, cuts: tuple | None, layers: bool) -> Counter:
             session.step()
         seen.found.clear()
         with seen:
-            session._start(*session._rows(), session._key([request]))
+            session._start()
     finally:
         interpreter.GridExecutor.__call__ = run  # type: ignore[method-assign]
     return seen.found

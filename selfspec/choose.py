@@ -10,7 +10,7 @@ is valid, and all else that changes comes in tensors, `Text` among them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ from selfspec.plan import Plan
 from selfspec.recipe import Recipe
 from selfspec.request import Request
 from selfspec.rows import steps
-from selfspec.sampling import draw, noisy
+from selfspec.sampling import draw, noisy, noisy_among
 from selfspec.tops import best
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import walk
@@ -139,20 +139,16 @@ class Chooser:
         scores = logits
         if sampled:
             seed = seeds_of(requests, start.device) if seed is None else seed
-            scores = _draft_scores(requests, logits, self.draws)
+            scores = _draft_scores(requests, logits, (lambda r: r.cuts) if self.draws else _light)
             if self.draws:
                 return drawn(anchor, scores, seed, start, nodes)
             if nodes is None and given is None:
                 return DraftTree(torch.cat([anchor[:, None], _guesses(sampled, scores, seed, start)], 1))
             scores = _coupled(sampled, scores, seed, start)
 
-        def linked(logits: Tensor, place: Tensor) -> Tensor:
-            if seed is None or not sampled:
-                return logits
-            return _coupled(sampled, _draft_scores(requests, logits, False), seed, start, place)
-
         if given is not None:
-            return condition.propose(anchor, scores, given, nodes, linked)
+            how = _scored(requests, sampled, seed, start) if sampled else condition.PLAIN
+            return condition.propose(anchor, scores, given, nodes, how)
         return chain_of(anchor, scores) if nodes is None else best_first(anchor, scores, nodes)
 
 
@@ -295,14 +291,16 @@ def _walk_lazily(request: Request, tree: DraftTree, i: int, logits: Tensor) -> T
 # ---- drafts
 
 
-def _draft_scores(requests: list[Request], logits: Tensor, cut: bool) -> Tensor:
-    """The drafter's logits through every request's temperature and cuts. [N, T, V] float32
+def _light(request: Request) -> Recipe:
+    """What a guess passes: it does without cuts, which take long, and hardly ever decide what is the likeliest."""
+    return request.cuts.light
 
-    A guess does without cuts (`cut` is False): they take long, and hardly ever decide which token is the likeliest.
-    """
+
+def _draft_scores(requests: list[Request], logits: Tensor, which: Callable[[Request], Recipe]) -> Tensor:
+    """The drafter's logits through every request's temperature and what else `which` names. [N, T, V] float32"""
     kinds: dict[Recipe, list[int]] = {}
     for i, r in enumerate(requests):
-        kinds.setdefault(r.cuts if cut else r.cuts.light, []).append(i)
+        kinds.setdefault(which(r), []).append(i)
     rows: dict[int, Tensor] = {}
     scores = None
     for recipe, index in kinds.items():
@@ -311,13 +309,26 @@ def _draft_scores(requests: list[Request], logits: Tensor, cut: bool) -> Tensor:
     return _in_order(rows, scores)
 
 
-def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor, place: Tensor | None = None) -> Tensor:
-    """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, R, V]
-
-    Rows are those of the positions `place` [R] after the anchor's next one; None takes them in order.
-    """
-    perturbed = noisy(*_draws(sampled, scores, seed, start, place)).view(-1, *scores.shape[1:])
+def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
+    """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
+    perturbed = noisy(*_draws(sampled, scores, seed, start)).view(-1, *scores.shape[1:])
     return _in_order(dict(enumerate(scores)) | dict(zip(sampled, perturbed)), perturbed)
+
+
+def _scored(requests: list[Request], sampled: list[int], seed: Tensor, start: Tensor) -> condition.Scored:
+    """Likewise of what follows each candidate: the noise of the candidates alone."""
+
+    def noised(scores: Tensor, tokens: Tensor, place: Tensor) -> Tensor:
+        flat, key, at = _draws(sampled, scores, seed, start, place)
+        ids = pick(tokens, sampled).reshape(flat.shape)
+        perturbed = noisy_among(flat, ids, key, at).view(-1, *scores.shape[1:])
+        return _in_order(dict(enumerate(scores)) | dict(zip(sampled, perturbed)), perturbed)
+
+    return condition.Scored(
+        lambda logits: _draft_scores(requests, logits, _light),
+        lambda logits: _draft_scores(requests, logits, lambda r: r.cuts.alone),
+        noised,
+    )
 
 
 def _guesses(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
@@ -331,7 +342,10 @@ def _guesses(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) ->
 def _draws(
     sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [R, V], seeds and positions [R] of all rows that are drawn."""
+    """Scores [R, V], seeds and positions [R] of all rows that are drawn.
+
+    Rows are those of the positions `place` [T] after the anchor's next one; None takes them in order.
+    """
     _, t, v = scores.shape
     place = steps(t, start.device) if place is None else place
     key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + place

@@ -50,6 +50,11 @@ class Recipe:
         """Without the steps that rank the vocabulary or sum over it."""
         return Recipe.of([s for s in self.steps if not (isinstance(s, Pure) and s.key[0] in RANKING)])
 
+    @cached_property
+    def alone(self) -> Recipe:
+        """Of these, the steps that look at every score by itself: they also serve some of the vocabulary."""
+        return Recipe.of([s for s in self.light.steps if isinstance(s, Pure)])
+
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Recipe:
         """The recipe of these steps."""

@@ -84,6 +84,9 @@ def noises(dtype, every):
     for scores in (rand(2, 49152, dtype=torch.float32), rand(2, 49152, dtype=dtype))[: 1 + every]:
         noise.draw(scores, one, one)
         noise.noisy(scores, one, one)
+        few = torch.zeros(2, 8, dtype=torch.long)
+        noise.noisy_among(scores[:, :8], few, one, one)
+        noise.draw_among(scores[:, :8], few, one, one)
 
 
 def tops(dtype, every):
