@@ -29,6 +29,9 @@ from selfspec.tops import best
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import walk
 
+Chosen = tuple[list[int], Tensor | None, Tensor]
+"""Numbers of a group's requests, their scores where somebody keeps them, and their targets."""
+
 NEVER = -2  # the target of a node that was not visited; padding of a tree is -1
 
 
@@ -99,7 +102,7 @@ class Chooser:
         if self.draws:
             scores = node_scores(requests, tree, logits, start, text)
             return VERIFIERS[self.verify](tree, scores, Noise(text.seed, start))
-        chosen = list(_chosen(requests, tree, logits, start, text))
+        chosen = _chosen(requests, tree, logits, start, text)
         rows = _by_request(chosen)
         rows |= {i: _walk_lazily(r, tree, i, logits[i]) for i, r in enumerate(requests) if r.lazy}
         accepted = walk(tree, _in_order(rows, chosen[0][2] if chosen else None))
@@ -107,7 +110,7 @@ class Chooser:
             accepted = replace(accepted, tokens=accepted.tokens.clamp(min=0))
         for index, scores, _ in chosen:
             for k, i in enumerate(index):
-                if requests[i].keeps:
+                if scores is not None and requests[i].keeps:
                     requests[i].see(scores[k, accepted.rows[i]], logits[i, accepted.rows[i]])
         return accepted
 
@@ -185,7 +188,7 @@ def device_targets(requests: list[Request], tree: DraftTree, logits: Tensor, sta
     Returns:
         [N, M] long
     """
-    chosen = list(_chosen(requests, tree, logits, start, text))
+    chosen = _chosen(requests, tree, logits, start, text)
     return _in_order(_by_request(chosen), chosen[0][2])
 
 
@@ -221,22 +224,20 @@ class _Group:
         """[n, M, V] float32; bare logits as they are, whose best is the same"""
         return self.logits if self.recipe is None else self.recipe(self.nodes, self.logits)
 
-    def targets(self, scores: Tensor) -> Tensor:
-        """[n, M] long"""
-        if not self.sample:
-            return best(scores)
-        n, m, v = scores.shape
-        seed = self.nodes.text.seed[:, None].expand(n, m).reshape(-1)
-        return draw(scores.reshape(-1, v), seed, self.nodes.length.reshape(-1)).view(n, m)
+    def targets(self, scores: Tensor | None) -> Tensor:
+        """The tokens that these scores give, or the group's own where there are none. [n, M] long"""
+        if not self.sample or self.recipe is None:
+            return best(self.scores() if scores is None else scores)
+        if scores is None:
+            return self.recipe.draw(self.nodes, self.logits)
+        return draw(scores.flatten(0, 1), *self.nodes.keys).view(scores.shape[:2])
 
 
-def _chosen(
-    requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text
-) -> list[tuple[list[int], Tensor, Tensor]]:
-    """Numbers, scores and targets of every group; requests that are walked lazily are in none."""
+def _chosen(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> list[Chosen]:
+    """Every group's; requests that are walked lazily are in none."""
     out = []
     for group in _groups(requests, tree, logits, start, text):
-        scores = group.scores()
+        scores = group.scores() if any(requests[i].keeps for i in group.index) else None
         out.append((group.index, scores, group.targets(scores)))
     return out
 
@@ -364,6 +365,6 @@ def _in_order(rows: dict[int, Tensor], group: Tensor | None) -> Tensor:
     return torch.stack([rows[i] for i in range(len(rows))])
 
 
-def _by_request(chosen: list[tuple[list[int], Tensor, Tensor]]) -> dict[int, Tensor]:
+def _by_request(chosen: list[Chosen]) -> dict[int, Tensor]:
     """Targets [M] by the request's number."""
     return {i: row for index, _, targets in chosen for i, row in zip(index, targets)}

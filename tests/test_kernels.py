@@ -249,6 +249,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
             "_combine",
         ),
         *("_peaks", "_first", "_collect", "_rank", "_place", "_lines", "_enter", "_attend", "_gradients"),
+        *("_tally", "_scale", "_grams", "_strike", "_cut"),
     }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)
