@@ -10,7 +10,7 @@ is valid, and all else that changes comes in tensors, `Text` among them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,10 +24,13 @@ from selfspec.plan import Plan
 from selfspec.recipe import Recipe
 from selfspec.request import Request
 from selfspec.rows import steps
-from selfspec.sampling import draw, noisy
+from selfspec.sampling import draw, noisy, noisy_among
 from selfspec.tops import best
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import walk
+
+Chosen = tuple[list[int], Tensor | None, Tensor]
+"""Numbers of a group's requests, their scores where somebody keeps them, and their targets."""
 
 NEVER = -2  # the target of a node that was not visited; padding of a tree is -1
 
@@ -99,7 +102,7 @@ class Chooser:
         if self.draws:
             scores = node_scores(requests, tree, logits, start, text)
             return VERIFIERS[self.verify](tree, scores, Noise(text.seed, start))
-        chosen = list(_chosen(requests, tree, logits, start, text))
+        chosen = _chosen(requests, tree, logits, start, text)
         rows = _by_request(chosen)
         rows |= {i: _walk_lazily(r, tree, i, logits[i]) for i, r in enumerate(requests) if r.lazy}
         accepted = walk(tree, _in_order(rows, chosen[0][2] if chosen else None))
@@ -107,7 +110,7 @@ class Chooser:
             accepted = replace(accepted, tokens=accepted.tokens.clamp(min=0))
         for index, scores, _ in chosen:
             for k, i in enumerate(index):
-                if requests[i].keeps:
+                if scores is not None and requests[i].keeps:
                     requests[i].see(scores[k, accepted.rows[i]], logits[i, accepted.rows[i]])
         return accepted
 
@@ -139,20 +142,16 @@ class Chooser:
         scores = logits
         if sampled:
             seed = seeds_of(requests, start.device) if seed is None else seed
-            scores = _draft_scores(requests, logits, self.draws)
+            scores = _draft_scores(requests, logits, (lambda r: r.cuts) if self.draws else _light)
             if self.draws:
                 return drawn(anchor, scores, seed, start, nodes)
             if nodes is None and given is None:
                 return DraftTree(torch.cat([anchor[:, None], _guesses(sampled, scores, seed, start)], 1))
             scores = _coupled(sampled, scores, seed, start)
 
-        def linked(logits: Tensor, place: Tensor) -> Tensor:
-            if seed is None or not sampled:
-                return logits
-            return _coupled(sampled, _draft_scores(requests, logits, False), seed, start, place)
-
         if given is not None:
-            return condition.propose(anchor, scores, given, nodes, linked)
+            how = _scored(requests, sampled, seed, start) if sampled else condition.PLAIN
+            return condition.propose(anchor, scores, given, nodes, how)
         return chain_of(anchor, scores) if nodes is None else best_first(anchor, scores, nodes)
 
 
@@ -189,7 +188,7 @@ def device_targets(requests: list[Request], tree: DraftTree, logits: Tensor, sta
     Returns:
         [N, M] long
     """
-    chosen = list(_chosen(requests, tree, logits, start, text))
+    chosen = _chosen(requests, tree, logits, start, text)
     return _in_order(_by_request(chosen), chosen[0][2])
 
 
@@ -225,22 +224,20 @@ class _Group:
         """[n, M, V] float32; bare logits as they are, whose best is the same"""
         return self.logits if self.recipe is None else self.recipe(self.nodes, self.logits)
 
-    def targets(self, scores: Tensor) -> Tensor:
-        """[n, M] long"""
-        if not self.sample:
-            return best(scores)
-        n, m, v = scores.shape
-        seed = self.nodes.text.seed[:, None].expand(n, m).reshape(-1)
-        return draw(scores.reshape(-1, v), seed, self.nodes.length.reshape(-1)).view(n, m)
+    def targets(self, scores: Tensor | None) -> Tensor:
+        """The tokens that these scores give, or the group's own where there are none. [n, M] long"""
+        if not self.sample or self.recipe is None:
+            return best(self.scores() if scores is None else scores)
+        if scores is None:
+            return self.recipe.draw(self.nodes, self.logits)
+        return draw(scores.flatten(0, 1), *self.nodes.keys).view(scores.shape[:2])
 
 
-def _chosen(
-    requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text
-) -> list[tuple[list[int], Tensor, Tensor]]:
-    """Numbers, scores and targets of every group; requests that are walked lazily are in none."""
+def _chosen(requests: list[Request], tree: DraftTree, logits: Tensor, start: Tensor, text: Text) -> list[Chosen]:
+    """Every group's; requests that are walked lazily are in none."""
     out = []
     for group in _groups(requests, tree, logits, start, text):
-        scores = group.scores()
+        scores = group.scores() if any(requests[i].keeps for i in group.index) else None
         out.append((group.index, scores, group.targets(scores)))
     return out
 
@@ -295,14 +292,16 @@ def _walk_lazily(request: Request, tree: DraftTree, i: int, logits: Tensor) -> T
 # ---- drafts
 
 
-def _draft_scores(requests: list[Request], logits: Tensor, cut: bool) -> Tensor:
-    """The drafter's logits through every request's temperature and cuts. [N, T, V] float32
+def _light(request: Request) -> Recipe:
+    """What a guess passes: it does without cuts, which take long, and hardly ever decide what is the likeliest."""
+    return request.cuts.light
 
-    A guess does without cuts (`cut` is False): they take long, and hardly ever decide which token is the likeliest.
-    """
+
+def _draft_scores(requests: list[Request], logits: Tensor, which: Callable[[Request], Recipe]) -> Tensor:
+    """The drafter's logits through every request's temperature and what else `which` names. [N, T, V] float32"""
     kinds: dict[Recipe, list[int]] = {}
     for i, r in enumerate(requests):
-        kinds.setdefault(r.cuts if cut else r.cuts.light, []).append(i)
+        kinds.setdefault(which(r), []).append(i)
     rows: dict[int, Tensor] = {}
     scores = None
     for recipe, index in kinds.items():
@@ -311,13 +310,26 @@ def _draft_scores(requests: list[Request], logits: Tensor, cut: bool) -> Tensor:
     return _in_order(rows, scores)
 
 
-def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor, place: Tensor | None = None) -> Tensor:
-    """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, R, V]
-
-    Rows are those of the positions `place` [R] after the anchor's next one; None takes them in order.
-    """
-    perturbed = noisy(*_draws(sampled, scores, seed, start, place)).view(-1, *scores.shape[1:])
+def _coupled(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
+    """The drafter's scores, perturbed with the very noise that will choose the tokens. [N, T, V]"""
+    perturbed = noisy(*_draws(sampled, scores, seed, start)).view(-1, *scores.shape[1:])
     return _in_order(dict(enumerate(scores)) | dict(zip(sampled, perturbed)), perturbed)
+
+
+def _scored(requests: list[Request], sampled: list[int], seed: Tensor, start: Tensor) -> condition.Scored:
+    """Likewise of what follows each candidate: the noise of the candidates alone."""
+
+    def noised(scores: Tensor, tokens: Tensor, place: Tensor) -> Tensor:
+        flat, key, at = _draws(sampled, scores, seed, start, place)
+        ids = pick(tokens, sampled).reshape(flat.shape)
+        perturbed = noisy_among(flat, ids, key, at).view(-1, *scores.shape[1:])
+        return _in_order(dict(enumerate(scores)) | dict(zip(sampled, perturbed)), perturbed)
+
+    return condition.Scored(
+        lambda logits: _draft_scores(requests, logits, _light),
+        lambda logits: _draft_scores(requests, logits, lambda r: r.cuts.alone),
+        noised,
+    )
 
 
 def _guesses(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) -> Tensor:
@@ -331,7 +343,10 @@ def _guesses(sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor) ->
 def _draws(
     sampled: list[int], scores: Tensor, seed: Tensor, start: Tensor, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [R, V], seeds and positions [R] of all rows that are drawn."""
+    """Scores [R, V], seeds and positions [R] of all rows that are drawn.
+
+    Rows are those of the positions `place` [T] after the anchor's next one; None takes them in order.
+    """
     _, t, v = scores.shape
     place = steps(t, start.device) if place is None else place
     key, at = pick(seed, sampled), pick(start, sampled)[:, None] + 1 + place
@@ -350,6 +365,6 @@ def _in_order(rows: dict[int, Tensor], group: Tensor | None) -> Tensor:
     return torch.stack([rows[i] for i in range(len(rows))])
 
 
-def _by_request(chosen: list[tuple[list[int], Tensor, Tensor]]) -> dict[int, Tensor]:
+def _by_request(chosen: list[Chosen]) -> dict[int, Tensor]:
     """Targets [M] by the request's number."""
     return {i: row for index, _, targets in chosen for i, row in zip(index, targets)}

@@ -58,6 +58,11 @@ class Nodes:
     def length(self) -> Tensor:
         return self.start[:, None] + 1 + self.depth
 
+    @property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """Seeds and positions of the tokens after all nodes. [N * M] long, both"""
+        return self.text.seed[:, None].expand_as(self.length).reshape(-1), self.length.reshape(-1)
+
     @cached_property
     def above(self) -> Tensor:
         """`above[n, i, j]`: node j is i or an ancestor of i. bool [N, M, M]"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from selfspec import kernels, tops
+from selfspec import kernels, sampling, tops
 from selfspec.nodes import Nodes
 from selfspec.penalties import PresenceFrequencyPenalty
+from selfspec.runs import Run, joined
 from selfspec.steps import Ban, Bias, Decay, Eta, Force, NGram, PresenceFrequency, Pure, Repetition, Step, TopH
 
 
@@ -38,7 +40,6 @@ class Recipe:
         self.steps = steps
         self.reads_text = any(s.reads_text for s in steps)
         self.of_scores = all(s.of_scores for s in steps)
-        self.few = few(steps)
 
     @cached_property
     def cuts(self) -> Recipe:
@@ -49,6 +50,11 @@ class Recipe:
     def light(self) -> Recipe:
         """Without the steps that rank the vocabulary or sum over it."""
         return Recipe.of([s for s in self.steps if not (isinstance(s, Pure) and s.key[0] in RANKING)])
+
+    @cached_property
+    def alone(self) -> Recipe:
+        """Of these, the steps that look at every score by itself: they also serve some of the vocabulary."""
+        return Recipe.of([s for s in self.light.steps if isinstance(s, Pure)])
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Recipe:
@@ -68,19 +74,51 @@ class Recipe:
         Returns:
             [N, M, V] float32, in which transformers computes
         """
+        if kernels.serve(logits) and logits.numel():
+            return _all(self.parts(logits.shape[-1]), nodes, logits)
+        return _all(self.steps, nodes, logits)
+
+    def parts(self, vocab: int) -> tuple[Run | Step | Few, ...]:
+        """The steps as they are done where there are kernels: many of them together."""
+        return self._narrow if vocab > COLUMNS else self._wide
+
+    @cached_property
+    def _wide(self) -> tuple[Run | Step | Few, ...]:
+        return tuple(joined(self.steps))
+
+    @cached_property
+    def _narrow(self) -> tuple[Run | Step | Few, ...]:
+        first, end = few(self.steps)
+        some = (Few(self.steps[first:end]),) if end else ()  # type: ignore[arg-type]
+        return (*joined(self.steps[:first]), *some, *joined(self.steps[end:]))
+
+    def draw(self, nodes: Nodes, logits: Tensor) -> Tensor:
+        """The token drawn after every node: `sampling.draw` from the target scores. [N, M, V] -> [N, M] long"""
+        parts = self.parts(logits.shape[-1]) if kernels.serve(logits) and logits.numel() else ()
+        if parts and isinstance(parts[-1], Few):
+            scores, ids = parts[-1].among(_all(parts[:-1], nodes, logits))
+            return sampling.draw_among(scores.flatten(0, 1), ids.flatten(0, 1), *nodes.keys).view(logits.shape[:2])
+        return sampling.draw(self(nodes, logits).flatten(0, 1), *nodes.keys).view(logits.shape[:2])
+
+
+def _all(parts: Sequence[Run | Step | Few], nodes: Nodes | None, logits: Tensor) -> Tensor:
+    """One after another."""
+    scores = logits
+    if not parts or not isinstance(parts[0], Run):  # which makes scores of its own
         scores = logits.to(torch.float32, copy=True)  # processors may write in place
-        first, end = self.few
-        narrow = end > first and kernels.serve(scores) and scores.shape[-1] > COLUMNS
-        for step in self.steps[: first if narrow else None]:
-            scores = step(nodes, scores)  # type: ignore[arg-type]
-        if narrow:
-            scores = among_few(self.steps[first:end], scores)
-            for step in self.steps[end:]:
-                scores = step(nodes, scores)  # type: ignore[arg-type]
-        return scores
+    for part in parts:
+        scores = part(nodes, scores)  # type: ignore[arg-type]
+    return scores
 
 
 COLUMNS, LARGEST = 128, 64  # columns that cuts look at behind a top-k of so many at most; the others are for ties
+# cuts that a kernel makes, in the order in which it makes them, and where their thresholds stand
+KERNEL = {
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+    "TypicalLogitsWarper": "mass",
+}
 CUTS = {"TopPLogitsWarper", "MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper"}
 
 
@@ -95,24 +133,48 @@ def few(steps: Sequence[Step]) -> tuple[int, int]:
     return 0, 0
 
 
-def among_few(steps: Sequence[Step], scores: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Few:
     """A top-k and the cuts behind it, over each row's best COLUMNS alone, the others being cut anyway.
 
-    transformers' own classes run over the few columns, so a cut keeps what it would keep in the vocabulary's width, but
-    for the last bits of its sums, and for which of equal scores it takes first, which transformers leaves open. Its
-    top-k keeps all that equal the last one; here those of them that have a column, the lower tokens first: at least
-    COLUMNS - k + 1.
+    A cut keeps what transformers' class would keep in the vocabulary's width, but for the last bits of its sums, and
+    for which of equal scores it takes first, which transformers leaves open. Its top-k keeps all that equal the last
+    one; here those of them that have a column, the lower tokens first: at least COLUMNS - k + 1.
 
-    Args:
-        steps: `Pure` ones.
-        scores: [N, M, V] float32
+    Attributes:
+        steps: what they are.
     """
-    top, ids = tops.ranked(scores, COLUMNS)
-    best = scores.gather(-1, ids).masked_fill(top == -math.inf, -math.inf)
-    for step in steps:
-        best = step(None, best)  # type: ignore[arg-type]
-    # where a row has fewer tokens, their places name token 0, which may have a column of its own
-    return torch.full_like(scores, -math.inf).scatter_reduce_(-1, ids, best, "amax")
+
+    steps: tuple[Pure, ...]
+
+    def __call__(self, nodes: Nodes | None, scores: Tensor) -> Tensor:
+        """[N, M, V] float32 -> the same, -inf but for what is kept"""
+        best, ids = self.among(scores)
+        # where a row has fewer tokens, their places name token 0, which may have a column of its own
+        return torch.full_like(scores, -math.inf).scatter_reduce_(-1, ids, best, "amax")
+
+    def among(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns' scores, -inf for what is cut, float32 [N, M, COLUMNS], and tokens, long [N, M, COLUMNS]."""
+        top, ids = tops.ranked(scores, COLUMNS)
+        if self.known is not None:
+            from selfspec.kernels import cuts
+
+            return cuts.cut(scores, top, ids, self.known), ids
+        best = scores.gather(-1, ids).masked_fill(top == -math.inf, -math.inf)
+        for step in self.steps:
+            best = step(None, best)
+        return best, ids
+
+    @cached_property
+    def known(self) -> dict[str, tuple[float, int]] | None:
+        """Names of cuts, their thresholds and how many tokens they keep at least; None where no kernel has them all."""
+        found: dict[str, tuple[float, int]] = {}
+        for step in self.steps:
+            name, p = step.key[0], step.processor
+            if name not in KERNEL or (found and list(KERNEL).index(name) <= list(KERNEL).index([*found][-1])):
+                return None
+            found[name] = getattr(p, KERNEL[name]), p.min_tokens_to_keep if name != "TopKLogitsWarper" else 1
+        return found
 
 
 def recipe_of(processors: Sequence[Any], prompt: list[int], cap: int) -> Recipe | None:

@@ -75,6 +75,35 @@ def noisy(scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     return perturbed(scores, seed, position, lambda s: s.float())
 
 
+def draw_among(scores: Tensor, ids: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """`draw` where only a few tokens can come: of equal sums the lowest token.
+
+    Args:
+        scores: [R, K], -inf for a place that may not come.
+        ids: [R, K] long, the tokens.
+        seed: [R] long.
+        position: [R] long.
+
+    Returns:
+        [R] long
+    """
+    if kernels.serve(scores):
+        from selfspec.kernels import noise
+
+        return noise.draw_among(scores, ids, seed, position)
+    total = scores.double() + gumbel(seed[:, None], position[:, None], ids)
+    return torch.where(total == total.amax(-1, keepdim=True), ids, torch.iinfo(torch.long).max).amin(-1)
+
+
+def noisy_among(scores: Tensor, ids: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """`noisy` of a few tokens alone: what it gives at `ids`, to the bit. [R, K] float32; see `draw_among`."""
+    if kernels.serve(scores):
+        from selfspec.kernels import noise
+
+        return noise.noisy_among(scores, ids, seed, position)
+    return (scores.double() + gumbel(seed[:, None], position[:, None], ids)).float()
+
+
 def perturbed(scores: Tensor, seed: Tensor, position: Tensor, reduce) -> Tensor:
     """`reduce(scores + noise)`, a bounded number of rows at a time. See `draw`."""
     vocabulary = torch.arange(scores.shape[-1], device=scores.device)

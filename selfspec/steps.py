@@ -240,13 +240,13 @@ class Decay(Step):
     def __call__(self, nodes: Nodes, scores: Tensor) -> Tensor:
         past = nodes.length - nodes.text.prompt[:, None] - self.start  # [N, M]
         ids = self.constant("ids", scores, lambda _: torch.tensor(self.ids))
-        growth = self.constant("growth", scores, lambda _: torch.tensor(self._table()))
+        growth = self.constant("growth", scores, lambda _: torch.tensor(self.table()))
         ends = scores.index_select(2, ids)
         grown = ends.abs() * growth[past.clamp(0, len(growth) - 1)][..., None]
         penalties = torch.zeros_like(scores).index_copy_(2, ids, grown.masked_fill(~ends.isfinite(), 0.0))
         return torch.where((past > 0)[..., None], scores + penalties, scores)
 
-    def _table(self) -> list[float]:
+    def table(self) -> list[float]:
         """Powers in Python's own arithmetic, as transformers has them."""
         out = []
         for k in range(self.longest + 1):

@@ -84,6 +84,9 @@ def noises(dtype, every):
     for scores in (rand(2, 49152, dtype=torch.float32), rand(2, 49152, dtype=dtype))[: 1 + every]:
         noise.draw(scores, one, one)
         noise.noisy(scores, one, one)
+        few = torch.zeros(2, 8, dtype=torch.long)
+        noise.noisy_among(scores[:, :8], few, one, one)
+        noise.draw_among(scores[:, :8], few, one, one)
 
 
 def tops(dtype, every):
@@ -97,6 +100,29 @@ def tops(dtype, every):
             topk.best(logits)
             topk.best(logits, torch.zeros(1, dtype=torch.long))
             among(logits, few)
+
+
+def processors(dtype, every):
+    from selfspec.kernels import processors as kernels
+    from selfspec.kernels.cuts import cut
+
+    one, deep = torch.zeros(1, dtype=torch.long), torch.arange(2).expand(1, 2)
+    growth, logits = torch.zeros(9), rand(1, 2, 49152, dtype=dtype)
+    place = kernels.Place(torch.zeros(1, 300, dtype=torch.long), one, one, torch.zeros(1, 2, dtype=torch.long), deep)
+    for how in (
+        kernels.Scaling(temperature=0.7),
+        kernels.Scaling((1.1, 0), (one, growth, 3), (0.1, 0.1, 0), 0.7),
+        *(kernels.Scaling((1.1, None)), kernels.Scaling((1.1, 4)), kernels.Scaling(counted=(0.1, 0.1, 0)))[: 3 * every],
+    ):
+        scores = kernels.scale(logits, how, None if how.repetition is how.counted is None else place)
+    table = torch.zeros(3, 5, dtype=torch.long)
+    for in_prompt in (False, True)[: 1 + every]:
+        kernels.grams(scores, place, 64, in_prompt)
+        kernels.strike(scores, table, None if in_prompt else place)
+    few = torch.zeros(1, 2, 128), torch.zeros(1, 2, 128, dtype=torch.long)
+    cuts = {"TopKLogitsWarper": (50, 1), "TopPLogitsWarper": (0.9, 1), "MinPLogitsWarper": (0.02, 1)}
+    for more in ({"TypicalLogitsWarper": (0.9, 1)}, {})[: 1 + every]:
+        cut(scores, *few, cuts | more)
 
 
 def entries(dtype, every):
@@ -151,5 +177,5 @@ def attentions(dtype, every):
 if __name__ == "__main__":
     driver.set_active(Device())
     jit.JITFunction.run = compile_only(jit.JITFunction.run)
-    for compile_all in (linears, rotaries, noises, tops, entries, groups, walks, attentions):
+    for compile_all in (linears, rotaries, noises, tops, processors, entries, groups, walks, attentions):
         compile_all(getattr(torch, sys.argv[1]), sys.argv[2:] == ["all"])

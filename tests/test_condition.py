@@ -7,12 +7,14 @@ import pytest
 import torch
 from decoding import B, N, decoded, outputs
 from tiny import PROMPT, RAGGED, model_of, path_of, reference, run
+from transformers.generation import LogitsProcessorList
+from transformers.generation import logits_process as hf
 
-from selfspec import kernels, rows
+from selfspec import choose, kernels, rows
 from selfspec.backbone import Backbone
 from selfspec.choose import Chooser
 from selfspec.draft import condition
-from selfspec.draft.condition import Given
+from selfspec.draft.condition import Given, Scored
 from selfspec.draft.tree import by_heap, ranked, step_by_step
 from selfspec.draft.trees.domino import over_candidates
 from selfspec.plan import Plan
@@ -69,8 +71,9 @@ def test_the_kernel_grows_over_linked_candidates_to_the_bit(kind, t, k, budget):
         assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
         assert getattr(got, name).dtype == getattr(want, name).dtype
     assert torch.equal(got.paths.cpu(), rows.ancestors(want.parents))
-    chain = step_by_step(anchor, ids, order)
-    assert torch.equal(grow.follow(*(x.to(DEVICE) for x in (anchor, ids, order))).cpu(), chain)
+    best = order[..., 0]
+    chain = step_by_step(anchor, ids, best)
+    assert torch.equal(grow.follow(*(x.to(DEVICE) for x in (anchor, ids, best))).cpu(), chain)
 
 
 @pytest.mark.parametrize("kind", ["plain", "banned"])
@@ -85,7 +88,7 @@ def test_growth_is_best_first_over_all_transitions(kind, t, k, budget):
         ours, theirs = paths_of(got, row), paths_of(want, row)
         assert set(ours) == set(theirs) and ours == pytest.approx(theirs, abs=1e-5)
         assert list(ours.values()) == sorted(ours.values(), reverse=True)
-    chain = step_by_step(torch.tensor([5, 9]), ids, order)
+    chain = step_by_step(torch.tensor([5, 9]), ids, order[..., 0])
     for row in range(2):
         at = 0
         for d in range(t):
@@ -183,6 +186,56 @@ def test_coupled_drafts_are_draws_from_the_head(rows_at_once, monkeypatch):
             assert int(chain[row, d + 1]) == token
             path = (*path, token)
             assert d > 1 or path in paths_of(tree, row)  # the likeliest first steps
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_chain_asks_for_the_noise_of_its_candidates_alone(served, monkeypatch):
+    """A sampled round made noise for every candidate's whole vocabulary, and drafted what it drafts now."""
+    if served:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "DEVICES", {DEVICE} if served else set())
+    table, plain, given = given_of(3, 5)
+    table, plain = table.to(DEVICE), plain.to(DEVICE)
+    given = dataclasses.replace(
+        given, condition=lambda _, before: table[before], states=given.states.to(DEVICE), before=given.before.to(DEVICE)
+    )
+    cuts = LogitsProcessorList([hf.SuppressTokensLogitsProcessor([4, 9]), hf.TemperatureLogitsWarper(0.7)])
+    requests = [Request(PROMPT, N, sampling=Sampling(Pipeline(cuts), i < 2, 40 + i)) for i in range(3)]
+    start, seed = torch.tensor([4, 9, 2], device=DEVICE), torch.arange(40, 43, device=DEVICE)
+    made, noise = [], choose.noisy
+    monkeypatch.setattr(choose, "noisy", lambda scores, *key: made.append(len(scores)) or noise(scores, *key))
+    chain = Chooser().tree(requests, torch.arange(3, device=DEVICE), start, plain, None, given=given).tokens
+    assert made == [2 * 5]  # of the marginals: two requests' five positions
+    banned = torch.isin(torch.arange(V), torch.tensor([4, 9])).to(DEVICE)
+    for row in range(3):
+        token = row
+        for d in range(5):
+            key = seed[row, None], start[row, None] + 1 + d
+            both = [(x / 0.7).masked_fill(banned, -math.inf)[None] for x in (plain[row, d], table[token])]
+            if row < 2:
+                both = [noise(x, *key) for x in both]
+            few = both[0].topk(K).indices[0]
+            token = int(few[both[1][0, few].argmax()])
+            assert int(chain[row, d + 1]) == token
+
+
+def test_a_trees_scores_count_the_vocabulary_beside_the_candidates():
+    """Without noise they are the head's log-probabilities; with it a candidate's share of what could win."""
+    table, plain, given = given_of(2, 3)
+    ids = plain.topk(K).indices
+    asked = condition.transitions(given, ids)
+    still = condition.transitions(given, ids, Scored(noised=lambda scores, *_: scores))
+    torch.testing.assert_close(still[0], asked[0])
+    assert torch.equal(still[1], asked[1])
+    loud = condition.transitions(given, ids, Scored(noised=lambda scores, tokens, _: scores + (tokens % 3).float()))
+    law = table.log_softmax(-1)
+    for t in range(1, 3):
+        own = law[ids[0, t - 1, 2], ids[0, t]]
+        rest = 1 - own.exp().sum()
+        wanted = own + (ids[0, t] % 3)
+        wanted = wanted - (wanted.exp().sum() + rest).log()
+        torch.testing.assert_close(loud[0][0, t, 2], wanted.sort(descending=True).values)
+        assert torch.equal(loud[1][0, t, 2], wanted.argsort(descending=True))
 
 
 @pytest.mark.parametrize("nodes", [None, 9])

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from selfspec import decode, rows, sampling
+from selfspec import decode, kernels, rows, sampling
 from selfspec.adapters import path as mask_path
 from selfspec.draft import DraftTree
 from selfspec.kernels import enter, noise, norm, paths, rotary, settle, walk
@@ -161,6 +161,24 @@ def test_drawn_tokens_are_the_references(vocab):
     assert torch.equal(noise.draw(scores[7:8], seed[7:8], at[7:8]), got[7:8])
 
 
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("vocab,k", [(1, 1), (30, 8), (3000, 128), (3000, 5)])
+def test_noise_of_a_few_tokens_is_theirs_in_the_vocabulary(vocab, k, served, monkeypatch):
+    """It was made for the whole vocabulary, 120 rows of it a round, to rank 8 tokens of each."""
+    monkeypatch.setattr(kernels, "DEVICES", {DEVICE} if served else set())
+    generator, make = draws(vocab, torch.float32)
+    scores = make(9, vocab, scale=3.0)
+    seed = torch.randint(-(1 << 62), 1 << 62, (9,), generator=generator).to(DEVICE)
+    at = torch.randint(1 << 20, (9,), generator=generator).to(DEVICE)
+    ids = torch.rand(9, vocab, generator=generator).topk(k).indices.to(DEVICE)
+    few = scores.gather(1, ids)
+    assert torch.equal(sampling.noisy_among(few, ids, seed, at), sampling.noisy(scores, seed, at).gather(1, ids))
+    alone = torch.full_like(scores, -torch.inf).scatter(1, ids, few)
+    assert torch.equal(sampling.draw_among(few, ids, seed, at), sampling.draw(alone, seed, at))
+    twice = torch.cat([few, few.new_full((9, 1), -torch.inf)], 1), torch.cat([ids, 0 * ids[:, :1]], 1)
+    assert torch.equal(sampling.draw_among(*twice, seed, at), sampling.draw(alone, seed, at))
+
+
 @pytest.mark.parametrize("m", [1, 2, 7, 33])
 def test_walks_are_the_references(m):
     """Random trees and chains over few tokens, with siblings of one token and padding at the end."""
@@ -218,8 +236,20 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     lines = run.stdout.splitlines()
     assert {line.split()[0] for line in lines} == {
-        *("_linear", "_rmsnorm", "_rotary", "_noise", "_first_best", "_walk", "_settle", "_partial", "_combine"),
+        *(
+            "_linear",
+            "_rmsnorm",
+            "_rotary",
+            "_noise",
+            "_first_best",
+            "_few",
+            "_walk",
+            "_settle",
+            "_partial",
+            "_combine",
+        ),
         *("_peaks", "_first", "_collect", "_rank", "_place", "_lines", "_enter", "_attend", "_gradients"),
+        *("_tally", "_scale", "_grams", "_strike", "_cut"),
     }
     products = [x for x in lines if x.startswith(("_linear", "_partial"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)

@@ -14,10 +14,11 @@ from selfspec.choose import device_targets, graph_key, on_device, text_of
 from selfspec.draft import DraftTree
 from selfspec.nodes import Nodes, Text, part_of
 from selfspec.penalties import PresenceFrequencyPenalty
-from selfspec.recipe import cuts_of, recipe_of
+from selfspec.recipe import Few, cuts_of, recipe_of
 from selfspec.request import Request
+from selfspec.runs import Run
 from selfspec.sampling import Pipeline, Sampling, draw
-from selfspec.steps import Decay
+from selfspec.steps import Decay, Force
 
 pytestmark = pytest.mark.usefixtures("chains")
 
@@ -61,6 +62,18 @@ KINDS = {
         *(x for k in ("bias", "repetition", "2-grams", "bad words", "min_new_tokens", "suppress") for x in KINDS[k](p)),
         *(x for k in ("presence, frequency", "temperature", "top_k", "top_p", "normalise") for x in KINDS[k](p)),
     ],
+    "generate's order": lambda p: [
+        *(
+            x
+            for k in ("repetition", "3-grams", "bad words", "min_new_tokens", "decay", "suppress")
+            for x in KINDS[k](p)
+        ),
+        *(x for k in ("presence, frequency", "temperature", "top_k", "top_p", "min_p", "typical") for x in KINDS[k](p)),
+    ],
+    "another order": lambda p: [
+        *(x for k in ("presence, frequency", "2-grams", "repetition", "forced_eos", "decay") for x in KINDS[k](p)),
+        *(x for k in ("temperature", "bad words", "presence, frequency", "suppress") for x in KINDS[k](p)),
+    ],
 }
 
 
@@ -103,9 +116,19 @@ def true_texts(request, tree, i):
     return out
 
 
+@pytest.fixture(params=["torch", "kernels"])
+def how(request, monkeypatch):
+    if request.param == "kernels":
+        pytest.importorskip("triton")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(kernels, "DEVICES", {"cpu"} if request.param == "kernels" else set())
+    elif request.param == "kernels":
+        pytest.skip("transformers divides otherwise on a GPU, so that last bits differ")
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("chain", [True, False])
-def test_every_node_has_the_scores_of_its_own_text(name, chain):
+def test_every_node_has_the_scores_of_its_own_text(name, chain, how):
     changed = 0
     for seed in range(3):
         requests, tree, logits, start = cases(KINDS[name], chain, seed)
@@ -129,9 +152,9 @@ def test_every_node_has_the_scores_of_its_own_text(name, chain):
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_requests_of_all_kinds_are_chosen_together(chain):
+def test_requests_of_all_kinds_are_chosen_together(chain, how):
     """Mixed parameters, greedy and drawn, in one batch: each as its own pipeline and seed say."""
-    names = ["everything", "top_p", "repetition", "everything", "3-grams", "top_p"]
+    names = ["everything", "top_p", "repetition", "everything", "3-grams", "generate's order"]
     makers = [KINDS[n] for n in names]
     rng = random.Random(5)
     made = texts(rng, [(3, 4), (1, 0), (9, 2), (2, 9), (4, 4), (5, 1)])
@@ -263,6 +286,15 @@ def test_a_graph_is_valid_for_other_prompts_and_seeds_but_not_for_other_settings
     assert not on_device(own) and graph_key([own]) is None and own.lazy
 
 
+def test_processors_in_generates_order_are_one_run():
+    """Each took passes of its own over the vocabulary: 63 comparisons, twice, for the n-grams of one round."""
+    parts = recipe_of(KINDS["generate's order"]([1, 2]), [1, 2], 9).parts(49152)
+    assert [type(p) for p in parts] == [Run, Few]
+    assert len(parts[0].scales) == 4 and len(parts[0].bans) == 4 and len(parts[1].known) == 4
+    order = [type(p) for p in recipe_of(KINDS["another order"]([1, 2]), [1, 2], 9).parts(49152)]
+    assert order == [Run, Run, Force, Run, Run]
+
+
 UNKNOWN = {
     "a function": lambda p: [lambda ids, scores: scores],
     "a subclass": lambda p: [type("Mine", (hf.TemperatureLogitsWarper,), {})(0.5)],
@@ -279,7 +311,7 @@ def test_what_has_no_batched_form_is_walked_lazily(name):
 
 
 def test_a_growth_beyond_floats_is_infinite():
-    assert Decay(0, 1e200, (1,), 4)._table()[2:] == [float("inf")] * 3
+    assert Decay(0, 1e200, (1,), 4).table()[2:] == [float("inf")] * 3
 
 
 @pytest.mark.parametrize("mode", ["sequential", "tree", "overlap+tree"])
@@ -326,6 +358,11 @@ FEW = {
         ),
         *(hf.TypicalLogitsWarper(0.9), hf.EpsilonLogitsWarper(0.01), hf.LogitNormalization()),
     ],
+    "all that a kernel makes": [
+        hf.TemperatureLogitsWarper(0.7),
+        *(hf.TopKLogitsWarper(50), hf.TopPLogitsWarper(0.95), hf.MinPLogitsWarper(0.02), hf.TypicalLogitsWarper(0.9)),
+    ],
+    "typical": [hf.TopKLogitsWarper(30), hf.TypicalLogitsWarper(0.3, min_tokens_to_keep=4)],
     "some are kept": [hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.1, min_tokens_to_keep=3)],
 }
 
@@ -342,7 +379,9 @@ def cuts_agree(name: str, x: torch.Tensor) -> None:
     """What is kept is what transformers keeps, and its scores are to the bit where nothing normalises them."""
     processors = FEW[name]
     recipe = recipe_of(processors, [1], 9)
-    assert recipe.few[1] - recipe.few[0] == len(processors) - 2 * (name == "all")
+    (some,) = (p for p in recipe.parts(x.shape[-1]) if isinstance(p, Few))
+    assert len(some.steps) == len(processors) - {"all": 2, "all that a kernel makes": 1}.get(name, 0)
+    assert (some.known is None) == (name == "all")
     got = recipe(None, x)
     for i, row in enumerate(x.flatten(0, 1).cpu()):
         wanted = LogitsProcessorList(processors)(None, row[None])[0]
@@ -360,6 +399,23 @@ def test_cuts_behind_a_top_k_keep_the_same_among_few_columns(name, monkeypatch):
         monkeypatch.setattr(kernels, "DEVICES", {"cpu"})
     for seed in range(2):
         cuts_agree(name, few_scores(300, seed).to("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def test_tokens_drawn_among_few_columns_are_those_of_the_whole_vocabulary(monkeypatch):
+    """Which is then never written."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(kernels, "DEVICES", {device})
+    logits = few_scores(300, 0).to(device)
+    start = torch.tensor([3, 9, 4], device=device)
+    tree = DraftTree(torch.zeros(3, 2, dtype=torch.long, device=device))
+    for seed in range(3):
+        text = Text(torch.zeros(3, 20, dtype=torch.long, device=device), start, start + seed)
+        nodes, recipe = Nodes(tree, start, text), recipe_of(FEW["all that a kernel makes"], [1], 9)
+        wanted = draw(recipe(nodes, logits).flatten(0, 1), *nodes.keys)
+        with monkeypatch.context() as patch:
+            patch.setattr(Few, "__call__", lambda *a: pytest.fail("written in the vocabulary's width"))
+            assert torch.equal(recipe.draw(nodes, logits).flatten(), wanted)
 
 
 @pytest.mark.gpu

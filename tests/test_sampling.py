@@ -8,7 +8,7 @@ from transformers.generation import LogitsProcessorList, logits_process
 
 from selfspec import SelfSpecModel, sampling
 from selfspec.backbone import Backbone
-from selfspec.choose import _draft_scores
+from selfspec.choose import _draft_scores, _light
 from selfspec.plan import Plan
 from selfspec.request import Request
 from selfspec.sampling import Pipeline, Sampling
@@ -274,6 +274,8 @@ def test_guesses_do_without_cuts_and_drawn_drafts_do_not():
     cuts = [logits_process.TemperatureLogitsWarper(0.5), logits_process.TopKLogitsWarper(1)]
     request = Request([1], 4, sampling=Sampling(Pipeline(LogitsProcessorList(cuts)), True, 3))
     logits = torch.tensor([[[0.0, 1.0, 3.0]]])
-    assert torch.equal(_draft_scores([request], logits, False), logits / 0.5)
-    assert torch.equal(_draft_scores([request], logits, True)[0, 0], torch.tensor([-torch.inf, -torch.inf, 6.0]))
+    assert torch.equal(_draft_scores([request], logits, _light), logits / 0.5)
+    assert torch.equal(
+        _draft_scores([request], logits, lambda r: r.cuts)[0, 0], torch.tensor([-torch.inf, -torch.inf, 6.0])
+    )
     assert request.cuts is request.recipe.cuts  # so that a graph's key keeps its constants

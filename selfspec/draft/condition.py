@@ -7,7 +7,8 @@ followed by,
 
     log q(x_t = j | x_{t-1} = i) = log softmax(logits of t given i)[j]    over the whole vocabulary, i and j candidates.
 
-A chain then walks from candidate to candidate, always to the best; a tree grows best-first over these transitions (the
+A chain then walks from candidate to candidate, always to the best, for which the logits of those few are enough; a tree
+grows best-first over these transitions (the
 idea of DominoTree; `draft.trees.domino` has the forms that look at the whole vocabulary at every step).
 
 K is a constant since K rows of vocabulary width a position are what conditioning costs, and 8 keep a block of 16 within
@@ -37,8 +38,27 @@ Condition = Callable[[Tensor, Tensor], Tensor]
 """(hidden states [N, T, K, d], the token before each [N, T, K] long) -> logits [N, T, K, V]; a token below 0 leaves
 them as they are without the head."""
 
-Scored = Callable[[Tensor, Tensor], Tensor]
-"""(logits [N, R, V], the position 0..T-1 that each row is of [R] long) -> scores [N, R, V], which are compared."""
+Noised = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(scores [N, R, K], their tokens [N, R, K] long, the position 0..T-1 that each row is of [R] long) -> the scores with
+the noise that will choose the token there."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What becomes of a head's logits before they are compared.
+
+    Attributes:
+        all: of the vocabulary's width, [N, R, V] -> the same.
+        few: of some of its tokens, [N, R, K] -> the same, none of which is banned.
+        noised: adds noise; None where drafts are the likeliest tokens.
+    """
+
+    all: Callable[[Tensor], Tensor] = lambda logits: logits
+    few: Callable[[Tensor], Tensor] = lambda logits: logits
+    noised: Noised | None = None
+
+
+PLAIN = Scored()
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,7 @@ def condition_of(backbone: Backbone) -> Condition | None:
     return backbone.part("condition") if kernels.serve(weight) or backbone.vocab_size <= SMALL else None
 
 
-def propose(anchor: Tensor, marginals: Tensor, given: Given, nodes: int | None, scored: Scored) -> DraftTree:
+def propose(anchor: Tensor, marginals: Tensor, given: Given, nodes: int | None, scored: Scored = PLAIN) -> DraftTree:
     """A chain, or a tree of `nodes` beside the anchor. No host reads where there are kernels.
 
     Args:
@@ -77,12 +97,37 @@ def propose(anchor: Tensor, marginals: Tensor, given: Given, nodes: int | None, 
     k = min(CANDIDATES, marginals.shape[-1], nodes or CANDIDATES)
     top, ids = tops.ranked(marginals, k)
     ids = ids.masked_fill(top == -torch.inf, MASK)
+    if nodes is None:
+        return follow(anchor, ids, successors(given, ids, scored))
     top, order = transitions(given, ids, scored)
-    return follow(anchor, ids, order) if nodes is None else grow(anchor, top, ids, nodes, order)
+    return grow(anchor, top, ids, nodes, order)
 
 
-def transitions(given: Given, ids: Tensor, scored: Scored) -> tuple[Tensor, Tensor]:
+def successors(given: Given, ids: Tensor, scored: Scored = PLAIN) -> Tensor:
+    """The candidate that follows each candidate best: nothing is asked about the rest of the vocabulary.
+
+    Args:
+        given: of T positions.
+        ids: [N, T, K] long, candidates; below 0 where there are fewer.
+        scored: of the head's logits.
+
+    Returns:
+        long [N, T, K], `[n, t, i]` after candidate i of position t - 1 (all alike at the first position).
+    """
+
+    def best(logits: Tensor, wanted: Tensor, place: Tensor) -> tuple[Tensor]:
+        scores = scored.few(logits.gather(-1, wanted.clamp(min=0)))
+        if scored.noised is not None:
+            scores = scored.noised(scores, wanted, place)
+        return (scores.masked_fill(wanted < 0, -torch.inf).argmax(-1),)
+
+    return _by_position(given, ids, best)[0].view(ids.shape)
+
+
+def transitions(given: Given, ids: Tensor, scored: Scored = PLAIN) -> tuple[Tensor, Tensor]:
     """What every candidate may be followed by, the most probable first.
+
+    Noise is that of the candidates alone; beside them the rest of the vocabulary counts by its mass.
 
     Args:
         given: of T positions.
@@ -93,6 +138,23 @@ def transitions(given: Given, ids: Tensor, scored: Scored) -> tuple[Tensor, Tens
         Log-probabilities, float32 [N, T, K, K], `[n, t, i]` after candidate i of position t - 1 (all alike at the first
         position), falling; and long [N, T, K, K], which candidate of position t each is of.
     """
+
+    def ranked(logits: Tensor, wanted: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+        top, order = tops.among(scored.all(logits), wanted)
+        if scored.noised is None:
+            return top, order
+        rest = (1 - top.exp().sum(-1, keepdim=True)).clamp(min=0)
+        top = scored.noised(top, wanted.gather(-1, order), place)
+        total = torch.logaddexp(top.logsumexp(-1, keepdim=True), rest.log())
+        top, again = (top - total).clamp(max=0).sort(dim=-1, descending=True, stable=True)
+        return top, order.gather(-1, again)
+
+    top, order = _by_position(given, ids, ranked)
+    return top.view(*ids.shape, -1), order.view(*ids.shape, -1)
+
+
+def _by_position(given: Given, ids: Tensor, read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]):
+    """`read` of a bounded number of rows at a time: logits [N, R, V], candidates [N, R, K], positions [R]."""
     n, t, k = ids.shape
     before = torch.cat([given.before[:, None, None].expand(n, 1, k), ids[:, :-1]], 1)  # [N, T, K]
     size = max(1, ROWS // (n * k))
@@ -103,6 +165,5 @@ def transitions(given: Given, ids: Tensor, scored: Scored) -> tuple[Tensor, Tens
         logits = ban_mask(given.condition(states, before[:, at]).flatten(1, 2), given.banned)  # [N, t' * K, V]
         place = steps(t, ids.device)[at, None].expand(-1, k).flatten()
         wanted = ids[:, at, None].expand(-1, -1, k, -1).flatten(1, 2)  # [N, t' * K, K]
-        parts.append(tops.among(scored(logits, place), wanted))
-    top, order = (p[0] if len(parts) == 1 else torch.cat(p, 1) for p in zip(*parts))
-    return top.view(n, t, k, k), order.view(n, t, k, k)
+        parts.append(read(logits, wanted, place))
+    return [p[0] if len(parts) == 1 else torch.cat(p, 1) for p in zip(*parts)]

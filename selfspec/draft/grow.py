@@ -95,16 +95,16 @@ def _paths(parents, out, n_nodes, n_depth, BLOCK: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def _follow(ids, order, anchor, out, n_depth, n_ranks):
-    """One request's chain: from every candidate to the first of its list."""
+def _follow(ids, best, anchor, out, n_depth, n_ranks):
+    """One request's chain: from every candidate to what follows it best."""
     n = tl.program_id(0)
     ids += n * n_depth * n_ranks
-    order += n * n_depth * n_ranks * n_ranks
+    best += n * n_depth * n_ranks
     out += n * (n_depth + 1)
     tl.store(out, tl.load(anchor + n))
     at = (n * 0).to(tl.int64)
     for d in range(n_depth):
-        at = tl.load(order + (d * n_ranks + at) * n_ranks)
+        at = tl.load(best + d * n_ranks + at)
         tl.store(out + d + 1, tl.load(ids + d * n_ranks + at))
 
 
@@ -132,11 +132,11 @@ def grow(anchor: Tensor, top: Tensor, ids: Tensor, budget: int, order: Tensor | 
     return DraftTree(tokens, parents, scores=scores, paths=paths(parents, min(t, budget)), levels=depths)
 
 
-def follow(anchor: Tensor, ids: Tensor, order: Tensor) -> Tensor:
-    """Tokens of `draft.tree.follow`. [N], [N, T, K], [N, T, K, K], all long -> long [N, T + 1]"""
+def follow(anchor: Tensor, ids: Tensor, best: Tensor) -> Tensor:
+    """Tokens of `draft.tree.follow`. [N], [N, T, K], [N, T, K], all long -> long [N, T + 1]"""
     n, t, k = ids.shape
     out = anchor.new_empty(n, t + 1)
-    _follow[(n,)](ids.contiguous(), order.contiguous(), anchor.contiguous(), out, t, k, num_warps=1)
+    _follow[(n,)](ids.contiguous(), best.contiguous(), anchor.contiguous(), out, t, k, num_warps=1)
     return out
 
 

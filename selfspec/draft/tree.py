@@ -65,26 +65,27 @@ def grow(anchor: Tensor, top: Tensor, ids: Tensor, budget: int, order: Tensor | 
     return by_heap(anchor, top, ids, budget, order)
 
 
-def follow(anchor: Tensor, ids: Tensor, order: Tensor) -> DraftTree:
+def follow(anchor: Tensor, ids: Tensor, best: Tensor) -> DraftTree:
     """The chain that goes from every candidate to what follows it best: a tree of width one.
 
     Args:
         anchor: [N] long.
         ids: [N, T, K] long, candidates.
-        order: [N, T, K, K] long; see `grow`.
+        best: [N, T, K] long, which candidate of its position follows each one of the position before (at the first
+            position all are alike).
     """
-    if kernels.serve(order) and order.numel():
+    if kernels.serve(best) and best.numel():
         from selfspec.draft import grow as kernel
 
-        return DraftTree(kernel.follow(anchor, ids, order))
-    return DraftTree(step_by_step(anchor, ids, order))
+        return DraftTree(kernel.follow(anchor, ids, best))
+    return DraftTree(step_by_step(anchor, ids, best))
 
 
-def step_by_step(anchor: Tensor, ids: Tensor, order: Tensor) -> Tensor:
+def step_by_step(anchor: Tensor, ids: Tensor, best: Tensor) -> Tensor:
     """Tokens of `follow`, by torch. [N, T + 1] long"""
     at, tokens = torch.zeros_like(anchor)[:, None], [anchor[:, None]]
     for t in range(ids.shape[1]):
-        at = order[:, t, :, 0].gather(1, at)
+        at = best[:, t].gather(1, at)
         tokens.append(ids[:, t].gather(1, at))
     return torch.cat(tokens, 1)
 

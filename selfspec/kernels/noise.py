@@ -23,17 +23,22 @@ def _mixed(h, part):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
+@triton.jit
+def _gumbel(seed, position, token):
+    """`sampling.gumbel` of tokens, float64. seed, position: int64 numbers."""
+    zero = tl.zeros_like(token).to(tl.int64)
+    h = _mixed(_mixed(_mixed(zero, seed), position), token.to(tl.int64))
+    uniform = (((h >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2 ** -52
+    return -tl.log(-tl.log(uniform))
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def _noise(scores, seeds, positions, best, at, noisy, vocab, BLOCK: tl.constexpr, WRITE: tl.constexpr):
     """A stretch of a row's vocabulary: its best sum and that one's token, or all sums in float32."""
     row, part = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     live = token < vocab
-    zero = tl.zeros([BLOCK], tl.int64)
-    h = _mixed(_mixed(zero, tl.load(seeds + row)), tl.load(positions + row))
-    h = _mixed(h, token.to(tl.int64))
-    uniform = (((h >> 12) & 0xFFFFFFFFFFFFF).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2 ** -52
-    gumbel = -tl.log(-tl.log(uniform))
+    gumbel = _gumbel(tl.load(seeds + row), tl.load(positions + row), token)
     at_row = row.to(tl.int64) * vocab
     total = tl.load(scores + at_row + token, live, 0.0).to(tl.float64) + gumbel
     if WRITE:
@@ -54,6 +59,21 @@ def _first_best(best, at, out, parts, BLOCK: tl.constexpr):
     sums = tl.load(best + row * parts + part, part < parts, -float("inf"))
     _, index = tl.max(sums, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(out + row, tl.load(at + row * parts + index).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["k"])
+def _few(scores, ids, seeds, positions, out, noisy, k, BLOCK: tl.constexpr, WRITE: tl.constexpr):
+    """A row's few tokens: the one of the best sum, of equals the lowest, or all sums in float32."""
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    live = at < k
+    token = tl.load(ids + row * k + at, live, 0)
+    gumbel = _gumbel(tl.load(seeds + row), tl.load(positions + row), token)
+    total = tl.load(scores + row * k + at, live, -float("inf")).to(tl.float64) + gumbel
+    if WRITE:
+        tl.store(noisy + row * k + at, total.to(tl.float32), live)
+    else:
+        high = tl.max(total, 0)
+        tl.store(out + row, tl.min(tl.where(live & (total == high), token, 0x7FFFFFFFFFFFFFFF), 0))
 
 
 def draw(scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -82,3 +102,27 @@ def noisy(scores: Tensor, seed: Tensor, position: Tensor) -> Tensor:
             scores, seed, position, out, out, out, vocab, BLOCK=BLOCK, WRITE=True, enable_fp_fusion=False
         )
     return out
+
+
+def draw_among(scores: Tensor, ids: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """`sampling.draw_among`. [R, K], [R, K], [R], [R] -> [R] long"""
+    out = torch.empty(len(scores), dtype=torch.long, device=scores.device)
+    _launch_few(scores, ids, seed, position, out, False)
+    return out
+
+
+def noisy_among(scores: Tensor, ids: Tensor, seed: Tensor, position: Tensor) -> Tensor:
+    """`sampling.noisy_among`. [R, K], [R, K], [R], [R] -> [R, K] float32"""
+    out = torch.empty(scores.shape, dtype=torch.float32, device=scores.device)
+    _launch_few(scores, ids, seed, position, out, True)
+    return out
+
+
+def _launch_few(scores: Tensor, ids: Tensor, seed: Tensor, position: Tensor, out: Tensor, write: bool) -> None:
+    """Either of the two."""
+    rows, k = scores.shape
+    if rows:
+        _few[(rows,)](
+            scores.contiguous(), ids.contiguous(), seed.contiguous(), position.contiguous(), out, out, k,
+            BLOCK=triton.next_power_of_2(k), WRITE=write, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip

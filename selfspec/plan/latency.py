@@ -134,7 +134,7 @@ def _condition(backbone: Backbone, states: torch.Tensor, logits: torch.Tensor, a
     """What a draft costs beside its forward, where a head conditions it: all but the growth of a tree."""
     condition = condition_of(backbone)
     if condition is not None:
-        propose(anchor, logits, Given(condition, states, anchor), None, lambda linked, _: linked)
+        propose(anchor, logits, Given(condition, states, anchor), None)
 
 
 def _features(backbone: Backbone, n: int) -> torch.Tensor | None:
