@@ -92,8 +92,8 @@ def ink() -> str:
 
 
 def look(name: str, j: int) -> dict[str, Any]:
-    """Colour and marker: a mode has the same on every plot, other names take the j-th."""
-    j = MODES.index(name) if name in MODES else j
+    """Colour and marker: a mode has the same on every plot, other names take the j-th but plain decoding's."""
+    j = MODES.index(name) if name in MODES else j + (j >= MODES.index("ar"))
     return {"color": COLOURS[j % len(COLOURS)], "marker": MARKERS[j % len(MARKERS)]}
 
 
