@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ import tiny_chat
 
 pytest.importorskip("matplotlib")
 
+from matplotlib import pyplot as plt
 from PIL import Image
 
 from selfspec.report import drawing, page, plots
@@ -223,6 +225,28 @@ def test_a_contest_draws_one_request_against_all_and_the_frontier(tmp_path):
     assert tiny_chat.run("report", tmp_path / "c.json", "-o", tmp_path / "r.html").exit_code == 0
     assert "frontier without auto" in (tmp_path / "r.html").read_text()
     assert "frontier" not in plots.section(read(run_file(tmp_path / "b.json"))[0], 0).plots[-2].alt
+
+
+def test_long_names_and_titles_are_not_cut_off(tmp_path):
+    """Legends ran out of the page's drawings to the right, and pictures cut a title that was wider than they were."""
+
+    def edit(d):
+        names = [f"sequential/verify={i}@1" for i in range(8)]
+        d["names"] = [d["names"][0], *names]
+        for point in d["points"]:
+            point["runs"] = point["runs"][:1] + [{**point["runs"][0], "name": n} for n in names]
+
+    (run,) = read(contest_file(tmp_path / "c.json", edit))
+    plot = next(p for p in plots.section(run, 0).plots if p.name.startswith("throughput"))
+    figure, axes = plt.subplots(figsize=(drawing.WIDTH, plot.height), layout="constrained")
+    plot.draw([axes])
+    figure.canvas.draw()
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
+    plt.close(figure)
+    drawing.png(replace(plot, title="many prompts " * 9), tmp_path / "p.png")
+    with Image.open(tmp_path / "p.png") as picture:
+        wide = picture.convert("L")
+        assert all(wide.getpixel((x, y)) > 250 for x in (0, wide.width - 1) for y in range(wide.height))
 
 
 @pytest.mark.parametrize(
