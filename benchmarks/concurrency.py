@@ -21,8 +21,6 @@ import torch
 
 from selfspec import SelfSpecModel, options, prompts
 from selfspec.arena import AUTO, Arena, Run, contest, data_of, plan_of, verdict
-from selfspec.plan.record import Record
-from selfspec.planners import table_of
 
 MODES = ("sequential/b=4", "sequential/b=8", "sequential", "tree/nodes=15", "tree/nodes=31", "tree/nodes=63")
 MORE = ("overlap/b=4", "overlap/b=8/groups=4", "loop")  # where the adapter was trained for them
@@ -50,16 +48,6 @@ def queue_of(model: SelfSpecModel, files: list[str] | None, longest: int) -> lis
     if not mixed:
         raise SystemExit(f"no prompt has {longest} tokens or fewer")
     return mixed
-
-
-def recorded(model: SelfSpecModel, arena: Arena) -> dict[str, Any]:
-    """What the simulator needs."""
-    table = table_of(model.bodies, slots=len(arena.session.requests))
-    entries = tuple(b.path.entry for b in model.bodies if b.path is not None) or (0,)
-    context = statistics.mean(len(p) + cap / 2 for p, cap in arena.prompts)
-    rounds = [(p, n, context, 1e3 * statistics.median(s)) for (p, n), s in arena.spent.items() if len(s) > 2]
-    traces = arena.recorder.traces(lambda r: tuple(r.prompt))
-    return Record(table, entries, traces, rounds).data()
 
 
 def line(name: str, runs: list[Run], ratio: float | None) -> str:
@@ -134,7 +122,7 @@ def main() -> None:
                 "runs": [data_of(r) for r in runs],
             }
         )
-        data["record"] = recorded(model, arena)
+        data["record"] = arena.recorded().data()
         print(f"\n{slots} at a time, {tokens} tokens a run, {len(runs)} runs, {time.perf_counter() - began:.0f} s")
         for name in who:
             print(line(name, [r for r in runs if r.name == name], found["over_ar"].get(name)))

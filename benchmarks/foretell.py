@@ -4,7 +4,9 @@ python benchmarks/foretell.py concurrency_h200.json --json foretold_h200.json
 python benchmarks/foretell.py concurrency_h200.json --latency benchmarks/forward_times_qwen3-8b_h200.json --layers 36
 
 Without `--latency`: the speed-up of every fixed plan at every number of requests, as forwards alone foretell it, as
-forwards and what rounds took beside them at the fewest and the most requests do, and as it was measured while decoding.
+forwards and what rounds took beside them at the fewest and the most requests do, as the rounds that were timed at each
+number do, and as it was measured while decoding. Every measured run is simulated for itself: the same texts of the
+queue to the same ends, as many tokens, those that wait held back as a session does.
 With it: what plain decoding, the best fixed plans and the planner do at another latency table, with the acceptance that
 was recorded; rounds are taken to cost their forwards.
 """
@@ -12,42 +14,73 @@ was recorded; rounds are taken to cost their forwards.
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from selfspec.arena import AUTO, RULE
+from selfspec.joining import Door
 from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.latency import Latency
 from selfspec.plan.planner import Fixed, Planner
-from selfspec.plan.record import PLAIN, Record, foretold, speed_up, usable
+from selfspec.plan.record import PLAIN, Priced, Record, foretold, replayed, usable
 from selfspec.plan.table import LatencyTable
+
+
+def ran(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs of fixed plans, in the order in which they were made."""
+    runs = [r for point in report["points"] for r in point["runs"] if r["name"] != AUTO and RULE not in r["name"]]
+    if not report["record"].get("queue") or any("start" not in r for r in runs):
+        raise SystemExit("the report does not say what its runs decoded: measure again with benchmarks/concurrency.py")
+    return [r | {"plan": next(iter(r["plans"]))} for r in runs if r["plans"]]
 
 
 def measured(report: dict[str, Any]) -> dict[tuple[str, int], float]:
     """Median speed-up of decoding over plain decoding: plan and requests -> ratio."""
-    rates: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for point in report["points"]:
-        for run in point["runs"]:
-            if len(run["plans"]) == 1:
-                rates[next(iter(run["plans"])), point["slots"]].append(run["decode_rate"])
-    return {(p, n): median(r) / median(rates["ar", n]) for (p, n), r in rates.items() if p != "ar"}
+    return _gains([(r["plan"], r["slots"], r["decode_rate"]) for r in ran(report)])
+
+
+def told(report: dict[str, Any], seen: Callable[[int], bool]) -> dict[tuple[str, int], float]:
+    """The same as the simulator has it.
+
+    Args:
+        report: of the runs.
+        seen: whether rounds of so many requests may be looked at.
+    """
+    record, door = Record.of(report["record"]), Door()
+    costs = Priced(record.table, record.entries, [r for r in record.rounds if seen(r[1])])
+    plans, rates = {str(p): p for p, *_ in record.rounds}, list[tuple[str, int, float]]()
+    for r in ran(report):
+        if r["plan"] in plans and usable(record.traces, [plans[r["plan"]]]):
+            tokens = r["tokens"] - r["joined"]  # by rounds; whoever joined has a token of its prompt's
+            out = replayed(record, costs, plans[r["plan"]], r["slots"], r["start"], tokens, door)
+            rates.append((r["plan"], r["slots"], (out.tokens + len(out.latency)) / out.ms))  # as many joined as ended
+    return _gains(rates)
+
+
+def _gains(rates: list[tuple[str, int, float]]) -> dict[tuple[str, int], float]:
+    by_point: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for plan, slots, rate in rates:
+        by_point[plan, slots].append(rate)
+    return {(p, n): median(r) / median(by_point["ar", n]) for (p, n), r in by_point.items() if p != "ar"}
 
 
 def compared(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Foretold and measured, point by point."""
-    record, out = Record.of(report["record"]), []
-    plans = {str(p): p for p, *_ in record.rounds}
-    sizes = sorted({n for _, n, *_ in record.rounds})
-    for (name, slots), real in sorted(measured(report).items(), key=lambda item: (item[0][1], item[0][0])):
-        if name not in plans or not usable(record.traces, [plans[name]]):
-            continue
-        plan = plans[name]
-        row = {"plan": name, "slots": slots, "measured": real, "used": slots in (sizes[0], sizes[-1])}
-        row |= {
-            "forwards": speed_up(record, plan, slots),
-            "rounds": speed_up(record, plan, slots, sizes[:1] + sizes[-1:]),
-        }
-        out.append(row | {"error": row["rounds"] / real - 1})
+    sizes = sorted({n for _, n, *_ in report["record"]["rounds"]})
+    ends = {1 << (sizes[i] - 1).bit_length() for i in (0, -1)}  # of forwards: powers of two
+    ways: dict[str, Callable[[int], bool]] = {
+        "forwards": lambda n: False,
+        "rounds": lambda n: 1 << (n - 1).bit_length() in ends,
+        "all_rounds": lambda n: True,
+    }
+    real, found = measured(report), {way: told(report, seen) for way, seen in ways.items()}
+    out = []
+    for plan, slots in sorted(found["rounds"], key=lambda at: (at[1], at[0])):
+        row = {"plan": plan, "slots": slots, "measured": real[plan, slots], "used": slots in ends}
+        row |= {way: gains[plan, slots] for way, gains in found.items()}
+        out.append(row | {"error": row["rounds"] / row["measured"] - 1})
     return out
 
 
@@ -100,12 +133,11 @@ def main() -> None:
             print(f"{r['auto_over_best']:9.3f} {r['split_over_best']:10.3f}")
     else:
         rows = compared(report)
-        print(f"{'plan':32} {'slots':>5} {'measured':>8} {'forwards':>8} {'rounds':>7} {'error':>7}")
+        ways = ("measured", "forwards", "rounds", "all_rounds")
+        print(f"{'plan':36} {'slots':>5} {' '.join(f'{w:>10}' for w in ways)} {'error':>7}")
         for r in rows:
-            print(
-                f"{r['plan']:32} {r['slots']:5} {r['measured']:8.2f} {r['forwards']:8.2f} {r['rounds']:7.2f} ", end=""
-            )
-            print(f"{r['error']:+7.1%}{' (its rounds were used)' if r['used'] else ''}")
+            print(f"{r['plan']:36} {r['slots']:5} {' '.join(f'{r[w]:10.2f}' for w in ways)} {r['error']:+7.1%}", end="")
+            print(" (its rounds were used)" if r["used"] else "")
         fair = [abs(r["error"]) for r in rows if not r["used"]]
         if fair:
             print(f"{sum(e <= 0.1 for e in fair)} of {len(fair)} within 10 % that were foretold from other numbers")

@@ -9,7 +9,6 @@ answers do, and speculation alone pays for the prompts of those that join.
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 import time
@@ -24,8 +23,9 @@ from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.plan.latency import sync
 from selfspec.plan.planner import Fixed, Policy
+from selfspec.plan.record import Record, length, order
 from selfspec.plan.simulate import Recorder
-from selfspec.planners import planner_for
+from selfspec.planners import planner_for, table_of
 from selfspec.session import Request, Session
 from selfspec.settings import eos_ids
 
@@ -97,6 +97,7 @@ class Run:
         each: tokens a second that a request sees, the median.
         cold: rounds that were compiled or captured.
         plans: rounds per plan.
+        start: place of the queue at which it began.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Run:
     each: float = 0.0
     cold: int = 0
     plans: Counter[str] = field(default_factory=Counter)
+    start: int = 0
 
     @property
     def rate(self) -> float:
@@ -170,42 +172,54 @@ class Arena:
         """
         record &= getattr(self.policies[name], "pruning", None) is None
         watched, session = Watched(self.policies[name]), self.session
-        out, queue = Run(name, slots), itertools.cycle(self.prompts[start:] + self.prompts[:start])
+        out, queue = Run(name, slots, start=start), order(len(self.prompts), slots, start)
         device, seen, begun = self.model.backbone.device, dict[Request, list[tuple[float, int]]](), 0.0
-        early, before = (k / slots for k in range(1, slots)), (0, 0.0)  # shares of their caps at which the first end
+        first = set[Request]()  # whose prompts went through before the clock, though the host may read of it later
         with _calibration(self.model, self.calibrated):
             session.use(watched)
             session.limit = slots
             try:
                 while out.tokens < tokens:
                     if n := session.room(slots + 1):  # the queue has no end
-                        session.add([self._request(*next(queue), next(early, 1.0)) for _ in range(n)])
+                        session.add([self._request(*next(queue)) for _ in range(n)])
                     emitted = session.step()
                     now = time.perf_counter()
+                    if begun:
+                        out.tokens += sum(len(new) - (r in first and r not in seen) for r, new in emitted)
                     for r, new in emitted:
                         seen.setdefault(r, []).append((now, len(new)))
-                    if begun:
-                        out.tokens += sum(len(new) for _, new in emitted)
-                    elif not session.joining:
+                    if not begun and not session.joining:
                         sync(device)
                         begun = time.perf_counter()
                         watched.seen.clear()
-                        before = len(seen), sum(r.stats.seconds["prefill"] for r in seen)
+                        first = {*seen, *session.active}
                     if record:
                         self._note(watched)
                     self._count(out, watched)
                 sync(device)
                 out.seconds = time.perf_counter() - begun
-                out.prefill = sum(r.stats.seconds["prefill"] for r in seen) - before[1]
-                out.joined = len(seen) - before[0]
+                joined = [r for r in seen if r not in first]
+                out.joined, out.prefill = len(joined), sum(r.stats.seconds["prefill"] for r in joined)
             finally:
                 session.clear()
         speeds = [sum(n for _, n in s[1:]) / (s[-1][0] - s[0][0]) for s in seen.values() if len(s) > 1]
         out.each = statistics.median(speeds) if speeds else 0.0
         return out
 
-    def _request(self, prompt: list[int], cap: int, share: float) -> Request:
-        return Request(prompt, max(1, round(cap * share)), self.eos)
+    def recorded(self) -> Record:
+        """What the simulator needs to foretell these runs."""
+        bodies = self.model.bodies
+        entries = tuple(b.path.entry for b in bodies if b.path is not None) or (0,)
+        context = statistics.mean(len(p) + cap / 2 for p, cap in self.prompts)
+        rounds = [(p, n, context, 1e3 * statistics.median(s)) for (p, n), s in self.spent.items() if len(s) > 2]
+        traces = self.recorder.traces(lambda r: tuple(r.prompt))
+        index = {t.text: i for i, t in enumerate(traces)}
+        queue = [(index.get(tuple(p), -1), cap) for p, cap in self.prompts]
+        return Record(table_of(bodies, slots=len(self.session.requests)), entries, traces, rounds, queue)
+
+    def _request(self, place: int, share: float) -> Request:
+        prompt, cap = self.prompts[place]
+        return Request(prompt, length(cap, share), self.eos)
 
     def _note(self, watched: Watched) -> None:
         for assignment, emitted, seconds in watched.seen:

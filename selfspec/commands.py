@@ -150,12 +150,15 @@ def bench(
 
 def report(
     files: Annotated[
-        list[Path], typer.Argument(metavar="RUN.json...", help="What bench --json wrote; latency tables.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN.json...", help="What bench --json or benchmarks/concurrency.py wrote; latency tables."
+        ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page.")] = Path("report.html"),
     png: Annotated[Path | None, typer.Option(metavar="DIR", help="The plots as pictures too.")] = None,
 ) -> int:
-    """Draw the figures of bench runs and latency tables on one page that needs nothing else."""
+    """Draw the figures of bench runs, contests and latency tables on one page that needs nothing else."""
     from selfspec.report import run
 
     return run(files, output, png)

@@ -167,20 +167,21 @@ class Door:
         """A request has ended."""
         self.lived += (max(rounds, 1) - self.lived) / REMEMBERED
 
-    def admit(self, slots: int, free: int, waiting: int) -> int:
+    def admit(self, slots: int, free: int, waiting: int, now: float | None = None) -> int:
         """How many of those that wait should go in now.
 
         Args:
             slots: N.
             free: slots without a request.
             waiting: requests without a slot that could take one.
+            now: seconds of a clock other than the host's, as in a simulation.
         """
         n = min(free, waiting)
         if n <= 0:
             self.since = None
             return 0
         enough = min(max(slots * math.sqrt(2 / self.lived), slots / 16), slots / 4)
-        now = time.monotonic()
+        now = time.monotonic() if now is None else now
         self.since = now if self.since is None else self.since
         if n < int(enough) and n < waiting and free < slots and now - self.since < HELD:
             return 0

@@ -1,7 +1,9 @@
 """Contests between plans, what they record, and what is foretold from it."""
 
+import importlib.util
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +12,12 @@ import tiny
 from selfspec import SelfSpecModel
 from selfspec.arena import AUTO, Arena, Run, contest, plan_of, verdict
 from selfspec.explain import Watched
+from selfspec.joining import Door
 from selfspec.plan import Plan
 from selfspec.plan.estimate import Family
 from selfspec.plan.latency import Latency
 from selfspec.plan.planner import Assignment, Fixed, View
-from selfspec.plan.record import PLAIN, Priced, Record, foretold, speed_up
+from selfspec.plan.record import PLAIN, Priced, Record, foretold, length, order, replayed
 from selfspec.plan.simulate import Recorder, Trace
 from selfspec.plan.table import LatencyTable
 from selfspec.session import Request, Session
@@ -51,6 +54,7 @@ def test_entrants_decode_the_same_texts_and_leave_a_record(model):
     for run in runs:
         assert run.tokens >= 30 and run.seconds > run.prefill > 0 and run.each > 0 and run.rounds and not run.cold
     assert not arena.session.active
+    assert [r.start for r in runs] == [0] * len(NAMES) + [6 % len(arena.prompts)] * len(NAMES)
     traces = arena.recorder.traces(lambda r: tuple(r.prompt))
     assert 0 < len(traces) <= 3  # one a text, not one a run
     assert all({f.source for f in t.accepted} >= {"known", "hidden"} for t in traces)
@@ -100,9 +104,11 @@ def test_rounds_cost_what_they_took_beside_their_forwards():
 def test_a_foretold_speed_up_by_hand():
     chain = Plan("sequential", 4)
     trace = Trace(5, 40, {Family("known"): np.full(40, 3)})
-    record = Record(table(), (0,), [trace], [(chain, 1, 512, 2 * 1.9), (PLAIN, 1, 512, 1.1)])
-    assert speed_up(record, chain, 1) == pytest.approx(4 / 1.9 * 1.1)
-    assert speed_up(record, chain, 1, (1,)) == pytest.approx(4 / 3.8 * 1.1)
+    record = Record(table(), (0,), [trace], [(chain, 1, 512, 2 * 1.9), (PLAIN, 1, 512, 1.1)], [(0, 41)])
+    for rounds, ms in (([], 1.9), (record.rounds, 3.8)):
+        costs = Priced(record.table, (0,), rounds)
+        rates = [replayed(record, costs, p, 1, 0, 80, Door()).rate for p in (chain, PLAIN)]
+        assert rates[0] / rates[1] == pytest.approx(4 / ms * 1.1)
     with pytest.raises(ValueError, match="record it"):
         foretold(Fixed(replace(chain, mode="tree")), Priced(record.table, (0,), []), record.traces, 1)
 
@@ -139,7 +145,8 @@ def test_slots_are_staggered_and_caps_are_mixed(model):
     arena.eos = frozenset()
     run = arena.run("ar", 4, 80)
     assert run.joined >= 3 and run.rounds * 4 >= 60
-    assert [arena._request([1], 20, share).max_new_tokens for share in (0.25, 0.5, 1.0)] == [5, 10, 20]
+    assert [length(20, share) for share in (0.25, 0.5, 1.0)] == [5, 10, 20]
+    assert [p for p, _ in zip(order(5, 3, 4), range(4), strict=False)] == [(4, 1 / 3), (0, 2 / 3), (1, 1.0), (2, 1.0)]
 
 
 def test_rounds_that_somebody_left_are_observed(model):
@@ -154,3 +161,90 @@ def test_rounds_that_somebody_left_are_observed(model):
     session._land()
     emitted, (_, ended, _) = seen[-1]
     assert len(emitted) == 2 and emitted[0] == 0 and ended[0] and emitted[1] > 0
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_run_is_foretold_from_the_texts_that_it_decoded(model, slots):
+    """All recorded texts stood for those of a run, which were harder or easier, and none ended early."""
+    names = NAMES[:3]
+    arena = Arena(model, names, [*tiny.RAGGED, *([i, 2, i] for i in range(1, 10))], slots, (6, 24))
+    runs = list(contest(arena, names, slots, 60, 3, 1))
+    arena.spent[PLAIN, 1] = [1.0] * 3
+    record = Record.of(json.loads(json.dumps(replace(arena.recorded(), table=table()).data())))
+    assert len(record.queue) == len(arena.prompts) and sum(i >= 0 for i, _ in record.queue) > 6
+    assert len({r.start for r in runs}) > 1
+    costs, found = Priced(record.table, record.entries, []), set()
+    for r in runs:
+        plan = arena.policies[r.name].plans[0]
+        out = replayed(record, costs, plan, slots, r.start, r.tokens - r.joined, Door())
+        real = r.rounds * slots
+        # requests' rounds: at one slot those that ran; at two, less than two rounds are idle for everyone that left
+        assert out.rounds == real if slots == 1 else real - 3 * len(out.latency) - 1 <= out.rounds <= real
+        found.add(out.rounds)
+    assert len(found) > 3
+
+
+def test_a_text_that_nobody_recorded_is_passed_over():
+    chain, plain = Plan("sequential", 4), {Family("ar"): np.zeros(9, int)}
+    known = Trace(5, 9, plain | {Family("known"): np.full(9, 3)})
+    record = Record(table(), (0,), [Trace(7, 9, plain), known], [], [(0, 10), (-1, 10), (1, 6)])
+    assert {t.prompt for t in record.texts([chain], 1, 0, 20)} == {5}
+    assert [t.tokens for t in record.texts([PLAIN], 3, 1, 20)][:4] == [3, 9, 5, 9]  # the first is a third of its cap
+    with pytest.raises(ValueError, match="no text"):
+        record.texts([Plan("tree", 4, 3)], 1, 0, 20)
+
+
+def test_a_request_that_ended_early_does_not_shorten_what_its_text_accepts():
+    """Its last round was booked in place of the whole one, at the same place of the same text."""
+    recorder, chain = Recorder(), Plan("sequential", 16)
+    for key, rounds in (("whole", [(0, 4), (4, 4)]), ("early", [(0, 4), (4, 1)])):
+        for before, emitted in rounds:
+            recorder.note(Assignment((View(key, 9 + before),), chain), [before], [emitted])
+    (trace,) = recorder.traces(lambda key: "text")
+    assert trace.runs(Family("known")).tolist() == [3] * 8 and trace.text == "text"
+
+
+def test_first_tokens_that_the_host_reads_late_are_not_of_the_clock(model):
+    """With graphs a prefill is read a step later: its tokens and seconds counted, though it ran before the clock."""
+    arena, late = Arena(model, ["ar"], tiny.RAGGED * 2, 2, 12), []
+    step = arena.session.step
+
+    def delayed():
+        late.append(step())
+        return late[-2] if len(late) > 1 else []
+
+    arena.session.step = delayed
+    run = arena.run("ar", 2, 40)
+    assert run.prefill < sum(r.stats.seconds["prefill"] for r in {r for out in late[:-1] for r, _ in out})
+    told = sum(len(new) for out in late[:-1] for _, new in out)
+    assert run.tokens == told - 2 and run.joined == len({r for out in late[:-1] for r, _ in out}) - 2
+
+
+def test_rounds_of_graphs_are_told_by_the_size_of_their_forwards():
+    chain = Plan("sequential", 4)
+    graphs = LatencyTable(tuple(replace(p, graph=True) for p in table().points), 4)
+    costs = Priced(graphs, (0,), [(chain, 3, 512, 9.0), (chain, 4, 512, 9.0)])
+    assert costs.extra(chain, 3) == costs.extra(chain, 4) == pytest.approx(9.0 - 2.6 - 0.5)
+
+
+def test_the_benchmark_sets_what_is_foretold_against_what_was_measured():
+    file = Path(__file__).parents[1] / "benchmarks" / "foretell.py"
+    spec = importlib.util.spec_from_file_location("foretell", file)
+    foretell = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(foretell)
+    chain = Plan("sequential", 4)
+    traces = [Trace(5, 40, {Family("known"): np.full(40, k), Family("ar"): np.zeros(40, int)}) for k in (3, 1)]
+    rounds = [(p, n, 512, ms) for n in (1, 2) for p, ms in ((chain, 2.0), (PLAIN, 1.0))]
+    record = Record(table(), (0,), traces, rounds, [(0, 41), (1, 41)])
+    runs = [
+        {"name": name, "plans": {str(p): 9}, "slots": 1, "start": start, "tokens": 41, "joined": 1, "decode_rate": rate}
+        for start in (0, 1)
+        for name, p, rate in (("ar", PLAIN, 1.0), ("sequential", chain, 2.0 - start), (AUTO, chain, 50.0))
+    ]
+    report = {"points": [{"runs": runs}], "record": record.data()}
+    (row,) = foretell.compared(report)
+    assert row["measured"] == 1.5  # what auto did is no run of that plan, even where it ran nothing else
+    assert row["rounds"] == pytest.approx((4 + 2) / 2 / 2) and row["used"] and row["error"] == pytest.approx(0.0)
+    del runs[0]["start"]
+    with pytest.raises(SystemExit, match="measure again"):
+        foretell.compared(report)

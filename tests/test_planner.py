@@ -132,6 +132,26 @@ def test_simulated_slots_are_refilled_from_the_queue():
         simulate(Fixed(Plan("tree", 4)), table, [trace])
 
 
+def test_simulated_slots_stay_empty_until_an_end_is_read_and_the_door_opens():
+    table, trace = costs(0.1), Trace(5, 4, {})
+    late = simulate(Fixed(AR), table, [trace.cut(2), trace, trace], slots=2, lag=1)
+    # two rounds of both, one of the second alone, the second and the third, the third's other rounds
+    assert late.tokens == 10 and late.ms == pytest.approx(2 * 1.2 + 1.1 + 1.2 + 3 * 1.1)
+
+    ended = []
+
+    class Shut:
+        def admit(self, slots, free, waiting, now):
+            return 0
+
+        def left(self, rounds):
+            ended.append(rounds)
+
+    shut = simulate(Fixed(AR), table, [trace.cut(2), trace, trace], slots=2, door=Shut())
+    assert ended == [2, 4, 4] and shut.ms == pytest.approx(2 * 1.2 + 2 * 1.1 + 4 * 1.1)
+    assert simulate(Fixed(AR), table, [trace] * 9, slots=2, tokens=9).tokens == 10
+
+
 def test_a_policy_that_forgets_a_request_is_caught():
     class Lazy(Fixed):
         def round(self, active):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ import tiny_chat
 
 pytest.importorskip("matplotlib")
 
+from matplotlib import pyplot as plt
 from PIL import Image
 
 from selfspec.report import drawing, page, plots
@@ -186,6 +188,83 @@ def test_what_bench_writes_can_be_drawn(tmp_path):
     assert (tmp_path / "r.html").read_text().count("<figure>") == 6
     (run,) = read(run_file(tmp_path / "a.json", (2,), edit=lambda d: d["suites"][0]["results"].pop(1)))
     assert [p.name for p in plots.section(run, 0).plots] == ["speedup-0-0", "round-0-0"]
+
+
+def contest_file(file, edit=None):
+    """What benchmarks/concurrency.py writes: entrants at 1 and 8 slots, two repeats."""
+    speeds = {1: {"ar": (10, 10), "a/b=4": (30, 30), "auto": (29, 29)}, 8: {"ar": (9, 70), "a/b=4": (8, 60)}}
+    points = [
+        {
+            "slots": n,
+            "runs": [
+                {"name": m, "each": each, "rate": all_ * k, "decode_rate": all_ * k * (2 if m == "ar" else 3)}
+                for k in (1.0, 2.0)
+                for m, (each, all_) in of.items()
+            ],
+        }
+        for n, of in speeds.items()
+    ]
+    data = {"settings": {"model": "tiny"}, "names": ["ar", "a/b=4", "auto"], "dtype": "f", "device": "d"}
+    data |= {"points": points, "record": {"traces": ["long"]}}
+    if edit:
+        edit(data)
+    file.write_text(json.dumps(data))
+    return file
+
+
+def test_a_contest_draws_one_request_against_all_and_the_frontier(tmp_path):
+    """It was taken for a damaged latency table."""
+    (run,) = read(contest_file(tmp_path / "c.json"))
+    assert run.title == "tiny, f, d" and "record" not in run.facts
+    ((ar, fixed, auto), (_, more)) = run.suites["mixed queue"].values()
+    assert fixed.speedup["ar"] == (4.5, 4.5, 4.5) and ar.total == (15, 10, 20) and auto.each.median == 29
+    (plot,) = [p for p in plots.section(run, 0).plots if p.name == "throughput-0-0"]
+    assert "auto 29.0 tokens/s each and 43.5 in all at 1" in plot.alt
+    assert plot.alt.endswith("frontier without auto: a/b=4 at 1, ar at 8")  # a at 8 and ar at 1 are beaten in both
+    assert drawing.look("x", drawing.MODES.index("ar"))["color"] != drawing.look("ar", 0)["color"]
+    assert tiny_chat.run("report", tmp_path / "c.json", "-o", tmp_path / "r.html").exit_code == 0
+    assert "frontier without auto" in (tmp_path / "r.html").read_text()
+    assert "frontier" not in plots.section(read(run_file(tmp_path / "b.json"))[0], 0).plots[-2].alt
+
+
+def test_long_names_and_titles_are_not_cut_off(tmp_path):
+    """Legends ran out of the page's drawings to the right, and pictures cut a title that was wider than they were."""
+
+    def edit(d):
+        names = [f"sequential/verify={i}@1" for i in range(8)]
+        d["names"] = [d["names"][0], *names]
+        for point in d["points"]:
+            point["runs"] = point["runs"][:1] + [{**point["runs"][0], "name": n} for n in names]
+
+    (run,) = read(contest_file(tmp_path / "c.json", edit))
+    plot = next(p for p in plots.section(run, 0).plots if p.name.startswith("throughput"))
+    figure, axes = plt.subplots(figsize=(drawing.WIDTH, plot.height), layout="constrained")
+    plot.draw([axes])
+    figure.canvas.draw()
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
+    plt.close(figure)
+    drawing.png(replace(plot, title="many prompts " * 9), tmp_path / "p.png")
+    with Image.open(tmp_path / "p.png") as picture:
+        wide = picture.convert("L")
+        assert all(wide.getpixel((x, y)) > 250 for x in (0, wide.width - 1) for y in range(wide.height))
+
+
+@pytest.mark.parametrize(
+    "edit, words",
+    [
+        (lambda d: d["points"][0]["runs"][0].pop("each"), "1 slots: damaged, it lacks 'each'"),
+        (lambda d: d["points"][1]["runs"].clear(), None),
+        (lambda d: d["points"].clear(), "stopped before"),
+        (lambda d: d.update(points=3), "damaged"),
+    ],
+)
+def test_a_damaged_contest_is_refused_with_its_place(tmp_path, edit, words):
+    file = contest_file(tmp_path / "c.json", edit)
+    if words is None:
+        assert tiny_chat.run("report", file, "-o", tmp_path / "r.html").exit_code == 0
+        return
+    with pytest.raises(ReportError, match=words):
+        read(file)
 
 
 @pytest.mark.parametrize(

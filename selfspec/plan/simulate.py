@@ -6,11 +6,12 @@ trace was recorded in the mode that is simulated, the rounds are the recorded on
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,12 +31,18 @@ class Trace:
     Attributes:
         prompt: tokens of it.
         tokens: tokens of the answer after the first, which the prefill gives.
-        accepted: per family, [tokens] drafts that a round accepts which starts with so many tokens emitted.
+        accepted: per family, [tokens or more] drafts that a round accepts which starts with so many tokens emitted.
+        text: what tells it from other texts; None where nothing does.
     """
 
     prompt: int
     tokens: int
     accepted: dict[Family, np.ndarray]
+    text: Hashable = None
+
+    def cut(self, tokens: int) -> Trace:
+        """The same of an answer that ends after so many tokens, the first not counted."""
+        return replace(self, tokens=min(self.tokens, tokens))
 
     def at(self, family: Family, position: int) -> int:
         """Drafts accepted by a round of a full block."""
@@ -86,7 +93,8 @@ class Recorder:
     def traces(self, same: Callable[[Any], Hashable] = lambda key: key) -> list[Trace]:
         """One a request, or one for all requests that are the same text, as far as all their families go.
 
-        A place where no round started takes what the round before it accepted.
+        A place where no round started takes what the round before it accepted. Where several did, the one that
+        accepted most counts: the others belong to requests that ended there.
 
         Args:
             same: equal for requests of one text, which several modes decoded.
@@ -95,16 +103,19 @@ class Recorder:
         for key in self._rounds:
             texts.setdefault(same(key), []).append(key)
         out = []
-        for keys in texts.values():
+        for text, keys in texts.items():
             rounds = [r for key in keys for r in self._rounds[key]]
-            found = {family: {p: t for f, p, t in rounds if f == family} for family in {f for f, *_ in rounds}}
+            found: dict[Family, dict[int, int]] = {}
+            for f, p, t in rounds:
+                starts_of = found.setdefault(f, {})
+                starts_of[p] = max(t, starts_of.get(p, 0))
             total = min(max(p + t for f, p, t in rounds if made_of(f) == kind) for kind in {made_of(f) for f in found})
             accepted = {}
             for family, runs in found.items():
                 starts = np.array(sorted(runs))
                 at = np.maximum(np.searchsorted(starts, np.arange(total), side="right") - 1, 0)
                 accepted[family] = np.array([max(runs[p] - 1, 0) for p in starts.tolist()])[at]
-            out.append(Trace(self._prompt[keys[0]], total, accepted))
+            out.append(Trace(self._prompt[keys[0]], total, accepted, text))
         return out
 
 
@@ -182,6 +193,7 @@ class _Running:
     saved: bool = False
     missed: bool = False
     last: Plan | None = None  # that it ran
+    rounds: int = 0
 
     @property
     def left(self) -> int:
@@ -189,6 +201,16 @@ class _Running:
 
     def view(self) -> View:
         return View(self.key, self.trace.prompt + self.emitted, self.left, self.saved, self.missed)
+
+
+class Door(Protocol):
+    """Lets requests in, as `selfspec.joining.Door` does."""
+
+    def admit(self, slots: int, free: int, waiting: int, now: float | None = None) -> int:
+        """How many that wait go in."""
+
+    def left(self, rounds: int) -> None:
+        """One has ended after so many rounds."""
 
 
 def simulate(
@@ -199,6 +221,9 @@ def simulate(
     noise: float = 0.0,
     setup: float = 0.0,
     drain: bool = True,
+    tokens: float = math.inf,
+    lag: int = 0,
+    door: Door | None = None,
 ) -> Outcome:
     """Run a queue of requests through a number of slots, all there from the start.
 
@@ -211,6 +236,9 @@ def simulate(
         setup: milliseconds that each of the first two rounds of a plan takes longer for every number of requests up to
             a power of two (the second captures a graph).
         drain: go on when the queue is empty and slots with it; otherwise what still runs is left.
+        tokens: end after so many.
+        lag: rounds of the others between a request's end and the next one's beginning in its slot.
+        door: says when those that wait go in; by default at once.
 
     Raises:
         ValueError: the policy left a request out or gave it two plans, or a trace lacks a family that it chose.
@@ -218,9 +246,14 @@ def simulate(
     out, clock, rng = Outcome(), 0.0, np.random.default_rng(0)
     queue = deque(_Running(t, i, 0.0) for i, t in enumerate(traces) if t.tokens > 0)
     active: list[_Running] = []
+    leaving: list[int] = []  # rounds until their slots are free
     uses: Counter[tuple[Plan, int]] = Counter()
-    while queue or (active if drain else len(active) == slots):
-        joining = [queue.popleft() for _ in range(min(slots - len(active), len(queue)))]
+    while out.tokens < tokens and (queue or (active if drain else len(active) == slots)):
+        leaving = [k for k in leaving if k and active]  # nobody waits for rounds of nobody
+        free = min(slots - len(active) - len(leaving), len(queue))
+        if door is not None and active:
+            free = door.admit(slots, free, len(queue), clock / 1e3)
+        joining = [queue.popleft() for _ in range(free)]
         if joining:
             spent = _prefill(costs, [r.trace.prompt for r in joining])
             clock, out.prefill_ms = clock + spent, out.prefill_ms + spent
@@ -249,7 +282,12 @@ def simulate(
             out.tokens, out.rounds = out.tokens + sum(emitted), out.rounds + len(emitted)
             out.accepted.update(emitted)
             policy.observe(a, emitted, ms / 1e3, [not r.left for r in group], [r.saved for r in group], cold)
+        leaving = [k - 1 for k in leaving]
         for r in [r for r in active if not r.left]:
+            if lag:
+                leaving.append(lag)
+            if door is not None:
+                door.left(r.rounds)
             out.latency.append(clock - r.admitted)
             policy.forget(r.key)
             active.remove(r)
@@ -263,7 +301,7 @@ def _step(r: _Running, plan: Plan, room: int) -> int:
     if room:
         accepted = min(r.trace.at(family, r.emitted), room)
     r.saved = plan.overlap and _kept(r, plan, accepted)
-    r.emitted += accepted + 1
+    r.emitted, r.rounds = r.emitted + accepted + 1, r.rounds + 1
     r.missed, r.last = plan.overlap and not r.saved, plan
     return accepted + 1
 

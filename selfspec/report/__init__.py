@@ -1,4 +1,4 @@
-"""`selfspec report`: bench runs and latency tables on one page that needs nothing else."""
+"""`selfspec report`: bench runs, contests and latency tables on one page that needs nothing else."""
 
 from __future__ import annotations
 

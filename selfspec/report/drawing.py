@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,7 +16,7 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 
 INK, GRID = "#010203", "#040506"  # marks, replaced by var(--ink) and var(--grid)
 # Seen on white and on near-black: at least 3 to 1 against both; told apart by the colour-blind, with markers beside.
@@ -23,6 +24,7 @@ COLOURS = ("#3b82c4", "#c9760a", "#2a9d72", "#a565c8", "#d0505a", "#7d8590", "#2
 MARKERS = "osD^vPX*"
 MODES = ("sequential", "lookup", "overlap", "tree", "overlap+tree", "ar", "hf", "hf-compile", "hf-lookup")
 WIDTH = 4.7  # inches: its text stays readable in 340 pixels
+LINE = 50  # characters of a title in it
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def svg(plot: Plot) -> str:
 
 def png(plot: Plot, file: Path) -> None:
     """A picture on white, with its title."""
-    _figure(plot, "#1c2127", "#d5d9de", "white", {}, file, title=plot.title, format="png", dpi=160, bbox_inches="tight")
+    _figure(plot, "#1c2127", "#d5d9de", "white", {}, file, title=plot.title, format="png", dpi=160)
 
 
 def _figure(
@@ -78,11 +80,16 @@ def _figure(
     looks |= {"axes.grid": True, "axes.axisbelow": True, "grid.linewidth": 0.6, "hatch.linewidth": 0.6}
     looks |= {"legend.frameon": False, "text.parse_math": False} | style  # a $ in a name is a $
     with mpl.rc_context(looks):
-        figure = Figure((WIDTH, plot.height * plot.axes), layout="constrained")
-        axes = list(figure.subplots(plot.axes, squeeze=False)[:, 0])
+        lines = textwrap.wrap(title, LINE)
+        heights = [0.1 + 0.16 * len(lines), plot.height * plot.axes]
+        figure = Figure((WIDTH, heights[1] + heights[0] * bool(lines)), layout="constrained")
+        part: FigureBase = figure
+        if lines:  # in a part of its own: a legend takes the top of the other
+            parts: Any = figure.subfigures(2, 1, height_ratios=heights)
+            top, part = parts
+            top.text(0.02, 0.5, "\n".join(lines), va="center", weight="bold")
+        axes = list(part.subplots(plot.axes, squeeze=False)[:, 0])
         plot.draw(axes)
-        if title:
-            figure.text(0.02, 1.0, title, va="bottom", weight="bold").set_in_layout(False)
         figure.savefig(out, facecolor=back, metadata={"Date": None} if how["format"] == "svg" else None, **how)
 
 
@@ -92,13 +99,15 @@ def ink() -> str:
 
 
 def look(name: str, j: int) -> dict[str, Any]:
-    """Colour and marker: a mode has the same on every plot, other names take the j-th."""
-    j = MODES.index(name) if name in MODES else j
+    """Colour and marker: a mode has the same on every plot, other names take the j-th but plain decoding's."""
+    j = MODES.index(name) if name in MODES else j + (j >= MODES.index("ar"))
     return {"color": COLOURS[j % len(COLOURS)], "marker": MARKERS[j % len(MARKERS)]}
 
 
 def legend(ax: Axes, columns: int = 4) -> None:
-    """Above the axes, so that it covers nothing."""
+    """Above the axes, so that it covers nothing, in as many columns as its names leave room for."""
+    longest = max(map(len, ax.get_legend_handles_labels()[1]), default=0)
+    columns = max(1, min(columns, 70 // (longest + 6)))
     ax.figure.legend(
         *ax.get_legend_handles_labels(), loc="outside upper left", ncols=columns, fontsize=8, columnspacing=1.2
     )

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from selfspec.report.drawing import COLOURS, Plot, ink, legend, look
-from selfspec.report.read import Row, Run, Spread, Table
+from selfspec.report.read import NOTHING, Row, Run, Spread, Table
 
 PARTS = {"draft": COLOURS[1], "verify": COLOURS[0], "rest": COLOURS[2], "between": COLOURS[5]}
 
@@ -143,8 +143,10 @@ def split(rows: list[Row], at: str, name: str) -> Plot:
 
 
 def throughput(sizes: dict[int, list[Row]], suite: str, name: str) -> Plot:
-    """Lines: what one request sees against what all get together, as more run at a time."""
+    """Lines: what one request sees against what all get together, as more run at a time. Where `auto` is there, so is
+    the frontier of everything else: settings that no other one beats for one request and for all."""
     lines = {n: line for n, line in _by_name(sizes).items() if all(r.each for _, r in line)}
+    best = _frontier([(m, *at) for m, line in lines.items() if m != "auto" for at in line]) if "auto" in lines else []
 
     def draw(axes: Sequence[Axes]) -> None:
         ax = axes[0]
@@ -153,6 +155,9 @@ def throughput(sizes: dict[int, list[Row]], suite: str, name: str) -> Plot:
             ax.plot(xs, ys, **look(mode, j), ms=5, lw=1.4, label=mode)
             for (size, _), x, y in zip(line, xs, ys):
                 ax.annotate(str(size), (x, y), (4, 4), textcoords="offset points", fontsize=7)
+        if best:
+            xs, ys = [r.each.median for *_, r in best if r.each], [r.total.median for *_, r in best]
+            ax.plot(xs, ys, "--", color=ink(), lw=0.9, label="frontier without auto")
         ax.set_xlabel("tokens/s of one request, decoding")
         ax.set_ylabel("tokens/s of all, end to end")
         ax.set_ylim(bottom=0)
@@ -160,7 +165,17 @@ def throughput(sizes: dict[int, list[Row]], suite: str, name: str) -> Plot:
         legend(ax)
 
     said = "; ".join(f"{mode} {', '.join(_both(size, r) for size, r in line)}" for mode, line in lines.items())
+    said += f"; frontier without auto: {', '.join(f'{m} at {size}' for m, size, _ in best)}" if best else ""
     return Plot(name, f"One request against all (numbers: requests at a time): {suite}", said, draw, 3.0)
+
+
+def _frontier(settings: list[tuple[str, int, Row]]) -> list[tuple[str, int, Row]]:
+    """Modes and sizes that no other one beats in both, the fastest for one request first."""
+    out: list[tuple[str, int, Row]] = []
+    for at in sorted(settings, key=lambda at: (-(at[2].each or NOTHING).median, -at[2].total.median)):
+        if not out or at[2].total.median > out[-1][2].total.median:
+            out.append(at)
+    return out
 
 
 def _both(size: int, r: Row) -> str:

@@ -1,8 +1,9 @@
-"""What `selfspec bench --json` and latency tables hold, read and checked."""
+"""What `selfspec bench --json`, `benchmarks/concurrency.py --json` and latency tables hold, read and checked."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,12 +119,14 @@ def read(path: Path) -> list[Run | Table]:
 def _part(data: Any, where: str) -> Run | Table:
     if isinstance(data, dict) and data.get("kind") == "bench":
         return _run(data, where)
+    if isinstance(data, dict) and "points" in data and "names" in data:
+        return _contest(data, where)
     if isinstance(data, dict) and "points" in data:
         return _table(data, where)
     found = f"the keys {', '.join(list(data)[:6]) or '(none)'}" if isinstance(data, dict) else type(data).__name__
     raise ReportError(
-        f'{where} is neither a bench run ("kind": "bench") nor a latency table ("points"): found {found}; pass what '
-        "selfspec bench --json wrote"
+        f'{where} is neither a bench run ("kind": "bench") nor a contest ("names") nor a latency table ("points"): '
+        f"found {found}; pass what selfspec bench --json wrote"
     )
 
 
@@ -150,6 +153,44 @@ def _run(data: dict[str, Any], where: str) -> Run:
         raise
     except ValueError as error:
         raise ReportError(f"{place}: damaged ({error})") from None
+
+
+def _contest(data: dict[str, Any], where: str) -> Run:
+    """Runs of entrants that took turns; a repeat's speed-up is over the plain decoding of that repeat."""
+    sizes: dict[int, list[Row]] = {}
+    place = where
+    try:
+        for point in data["points"]:
+            place = f"{where}, {point['slots']} slots"
+            runs: dict[str, list[dict[str, Any]]] = {}
+            for r in point["runs"]:
+                runs.setdefault(str(r["name"]), []).append(r)
+            sizes[int(point["slots"])] = [_entrant(n, runs[n], runs["ar"]) for n in data["names"] if n in runs]
+        place = where
+        settings = dict(data["settings"])
+        title = f"{settings['model']}, {data['dtype']}, {data['device']}"
+        facts = settings | {k: v for k, v in data.items() if k not in ("points", "record", "settings", "names")}
+    except KeyError as error:
+        raise ReportError(f"{place}: damaged, it lacks {error}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise ReportError(f"{place}: damaged ({error})") from None
+    if not sizes:
+        raise ReportError(f"{where} holds no results: the run was stopped before its first point ended")
+    return Run(title, facts, {"mixed queue": sizes})
+
+
+def _entrant(name: str, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> Row:
+    def over(values: list[float]) -> Spread:
+        return Spread(statistics.median(values), min(values), max(values))
+
+    return Row(
+        name,
+        ms=over([1e3 / r["decode_rate"] for r in runs]),
+        ms_whole=over([1e3 / r["rate"] for r in runs]),
+        total=over([float(r["rate"]) for r in runs]),
+        each=over([float(r["each"]) for r in runs]),
+        speedup={"ar": over([r["decode_rate"] / p["decode_rate"] for r, p in zip(runs, plain)])},
+    )
 
 
 def _row(r: dict[str, Any]) -> Row:
