@@ -108,10 +108,10 @@ class Chooser:
         accepted = walk(tree, _in_order(rows, chosen[0][2] if chosen else None))
         if any(r.lazy for r in requests):  # one that has ended may lead on to a node that was not visited
             accepted = replace(accepted, tokens=accepted.tokens.clamp(min=0))
-        for index, scores, _ in chosen:
+        for index, kept, _ in chosen:
             for k, i in enumerate(index):
-                if scores is not None and requests[i].keeps:
-                    requests[i].see(scores[k, accepted.rows[i]], logits[i, accepted.rows[i]])
+                if kept is not None and requests[i].keeps:
+                    requests[i].see(kept[k, accepted.rows[i]], logits[i, accepted.rows[i]])
         return accepted
 
     def tree(
@@ -139,7 +139,7 @@ class Chooser:
             given: conditions the drafts, where a head can; none that is drawn.
         """
         sampled = [i for i, r in enumerate(requests) if r.sampling is not None and r.sampling.sample]
-        scores = logits
+        scores, how = logits, condition.PLAIN
         if sampled:
             seed = seeds_of(requests, start.device) if seed is None else seed
             scores = _draft_scores(requests, logits, (lambda r: r.cuts) if self.draws else _light)
@@ -147,10 +147,8 @@ class Chooser:
                 return drawn(anchor, scores, seed, start, nodes)
             if nodes is None and given is None:
                 return DraftTree(torch.cat([anchor[:, None], _guesses(sampled, scores, seed, start)], 1))
-            scores = _coupled(sampled, scores, seed, start)
-
+            scores, how = _coupled(sampled, scores, seed, start), _scored(requests, sampled, seed, start)
         if given is not None:
-            how = _scored(requests, sampled, seed, start) if sampled else condition.PLAIN
             return condition.propose(anchor, scores, given, nodes, how)
         return chain_of(anchor, scores) if nodes is None else best_first(anchor, scores, nodes)
 

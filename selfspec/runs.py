@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ class Run:
 
     def _constants(self, kernels, device: torch.device) -> tuple:
         """What changes the scores, and the table of banned tokens or None."""
-        how = {}
+        how: dict[str, Any] = {}
         for step in self.scales:
             match step:
                 case Repetition():
