@@ -6,7 +6,7 @@ import torch
 from selfspec import rows
 from selfspec.draft import DraftTree, cut
 from selfspec.draft import tree as trees
-from selfspec.draft.condition import Given, propose
+from selfspec.draft.condition import Given, Scored, propose
 from selfspec.draft.drawn import replay
 from selfspec.draft.levels import by_levels
 from selfspec.draft.loop import PREFIXES
@@ -17,6 +17,7 @@ from selfspec.plan import Plan
 from selfspec.plan.lengths import AdaFlash, Fixed, LibraSpec, Margins, Product, Scan
 from selfspec.plan.lengths.margin import margins
 from selfspec.pruning import Pruning
+from selfspec.sampling import noisy_among
 from selfspec.verify.greedy import walk
 
 N, T, V, M = 3, 5, 11, 9
@@ -63,7 +64,13 @@ def pruned(rule):
 
 def conditioned(nodes):
     given = Given(lambda states, before: meta(*before.shape, V), meta(N, T, 2), long(N), banned=3)
-    return propose(long(N), meta(N, T, V), given, nodes, lambda logits, place: logits)
+
+    def noised(scores, tokens, place):
+        flat, position = scores.flatten(0, 1), (long(N, 1) + place).flatten()
+        return noisy_among(flat, tokens.flatten(0, 1), long(len(flat)), position).view(scores.shape)
+
+    propose(long(N), meta(N, T, V), given, nodes)
+    return propose(long(N), meta(N, T, V), given, nodes, Scored(noised=noised))
 
 
 PATHS = {
