@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,10 +53,9 @@ def accepted(
     assert model.path is not None
     out = {}
     for name, plan in kinds(model.path.config).items():
-        how = {"tree_nodes": plan.tree_nodes} if plan.tree else {"block_size": plan.block_size}
-        model.generate(
-            [list(p) for p in asked], mode=plan.mode, max_new_tokens=max_new_tokens, do_sample=False, slots=slots, **how
-        )
+        how: dict[str, Any] = {"tree_nodes": plan.tree_nodes} if plan.tree else {"block_size": plan.block_size}
+        how |= {"mode": plan.mode, "max_new_tokens": max_new_tokens, "do_sample": False, "slots": slots}
+        model.generate([list(p) for p in asked], **how)
         out[name] = shares(model.stats, (DEPTH if plan.tree else plan.nodes) - 1)
     return out
 
