@@ -90,7 +90,7 @@ def elsewhere(record: Record, points: tuple[Latency, ...], layers: int, entry: i
     entries = tuple(round(e * layers / record.table.n_layers) for e in record.entries) if entry < 0 else (entry,)
     costs = Costs(table, entries)
     known = {f for t in record.traces for f in t.accepted}
-    plans = list(dict.fromkeys(p for p, *_ in record.rounds if p == PLAIN or set(families(p)) <= known))
+    plans = list(dict.fromkeys(p for p, *_ in record.rounds if p.nodes == 1 or set(families(p)) <= known))
     traces = usable(record.traces, plans)
     for slots in sizes:
         rates = {str(p): foretold(Fixed(p), costs, traces, slots).rate for p in plans}
