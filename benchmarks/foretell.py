@@ -24,7 +24,7 @@ from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.latency import Latency
 from selfspec.plan.planner import Fixed, Planner
-from selfspec.plan.record import PLAIN, Priced, Record, foretold, replayed, usable
+from selfspec.plan.record import Priced, Record, foretold, replayed, usable
 from selfspec.plan.table import LatencyTable
 
 
