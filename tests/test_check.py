@@ -5,7 +5,7 @@ import pytest
 import tiny_chat
 import torch
 
-from selfspec import check, choose, prompts
+from selfspec import check, choose, prompts, sampling
 from selfspec.reference import Judge, first_difference, until_eos
 
 LENGTH = ["--max-new-tokens", "8"]
@@ -204,12 +204,13 @@ def test_sampled_answers_are_those_of_plain_decoding(tmp_path, model, adapter, f
 
 def test_a_wrong_draw_is_a_mismatch_and_a_tie_of_draws_is_proved(tmp_path, model, adapter, file, monkeypatch):
     """Noise of another seed in speculation; and two tokens whose perturbed scores are equal."""
-    real = choose.draw
+    real = sampling.draw
 
     def other(scores, seed, position):
         return real(scores, seed + (len(scores) > 1), position)  # rounds of more than one node
 
-    monkeypatch.setattr(choose, "draw", other)
+    for where in (choose, sampling):
+        monkeypatch.setattr(where, "draw", other)
     argv = ["--model", model, "--adapter", adapter, "--prompts", file, "--temperature", "1.5", "--top-k", "0"]
     result, data = run(tmp_path, *argv, "--mode", "sequential")
     assert result.exit_code == 1 and data["mismatches"] > 0 and data["ties"] == 0

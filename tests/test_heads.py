@@ -77,7 +77,7 @@ def test_a_walk_conditions_each_draft_on_the_one_before(path: MaskPathModel) -> 
 def linked(body: Backbone, hidden: torch.Tensor, candidates: torch.Tensor, anchor: int) -> torch.Tensor:
     """Transitions between candidates, not ranked. [1, T, K, K]"""
     given = Given(body.path.condition(body), hidden, torch.tensor([anchor]))
-    top, order = condition.transitions(given, candidates, lambda logits, _: logits)
+    top, order = condition.transitions(given, candidates)
     assert torch.equal(top, top.sort(-1, descending=True).values)
     return torch.empty_like(top).scatter(-1, order, top)
 

@@ -256,7 +256,7 @@ from selfspec.draft import grow
 pointers = dict(top="*fp32", ids="*i64", order="*i64", anchor="*i64", token_out="*i64", parent_out="*i64",
                 depth_out="*i64", score_out="*fp32", n_nodes="i32", n_depth="i32", n_ranks="i32", BLOCK="constexpr",
                 LINKED="constexpr")
-chain = dict(ids="*i64", order="*i64", anchor="*i64", out="*i64", n_depth="i32", n_ranks="i32")
+chain = dict(ids="*i64", best="*i64", anchor="*i64", out="*i64", n_depth="i32", n_ranks="i32")
 for kernel, types, fixed in (
     (grow._grow, pointers, dict(BLOCK=512, LINKED=False)),
     (grow._grow, pointers, dict(BLOCK=512, LINKED=True)),
