@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from selfspec.plan import Plan
-from selfspec.plan.estimate import DEPTH, SLICES, Estimator, Family, families, harder
+from selfspec.plan.estimate import DEPTH, STARTS, Estimator, Family, families, harder
 from selfspec.plan.family import COPIED, name_of, told
 
 KNOWN, HIDDEN = Family("known"), Family("hidden")
@@ -34,16 +34,17 @@ def feed(estimator, rng, rates, rounds, key="a", offered=15, family=KNOWN):
 @pytest.mark.parametrize("rates", [[0.9], [0.5], [0.2], [0.95, 0.9, 0.8, 0.7], [0.6, 0.8, 0.9]])
 @pytest.mark.parametrize("prior", [0.3, 0.9])
 def test_it_converges_to_the_true_rates(rates, prior):
-    rng = np.random.default_rng(0)
-    seen, real = feed(estimator := Estimator(KINDS, [prior]), rng, rates, 600)
-    late = np.mean(seen[200:], 0)
-    runs = np.array(real[200:])
-    for here in SLICES[:2]:  # positions move together
-        tried = sum(np.sum(runs >= j) for j in range(here.start, here.stop))
-        if tried > 0.3 * len(runs):  # deeper positions are seldom tried
-            share = sum(np.sum(runs > j) for j in range(here.start, here.stop)) / tried
-            assert np.mean(late[here]) == pytest.approx(share, abs=0.05)
-    assert np.mean([tau(c) for c in seen[200:]]) == pytest.approx(1 + np.mean(real[200:]), rel=0.12)
+    found, tokens = [], []
+    for seed in range(4):
+        estimator = Estimator(KINDS, [prior])
+        late = feed(estimator, np.random.default_rng(seed), rates, 600)[0][200:]
+        found.append(np.mean(late, 0))
+        tokens.append(np.mean([tau(c) for c in late]))
+    true = np.array((rates + rates[-1:] * DEPTH)[:DEPTH])
+    for j in range(4):
+        if np.prod(true[:j]) > 0.3:  # deeper positions are seldom tried
+            assert np.mean(found, 0)[j] == pytest.approx(true[j], abs=0.03)
+    assert np.mean(tokens) == pytest.approx(tau(true), rel=0.1)
 
 
 def test_what_texts_have_in_common_is_known_of_all():
@@ -52,18 +53,18 @@ def test_what_texts_have_in_common_is_known_of_all():
         _, real = feed(estimator, rng, [0.7, 0.6, 0.5], 10, text)
         estimator.forget(text)
     tokens = 1 + 0.7 + 0.42 + 0.21 + 0.105 + 0.05 + 0.05
-    assert estimator.tau(KNOWN) == pytest.approx(tokens, rel=0.2)  # texts were expected to differ, and did not
+    assert estimator.tau(KNOWN) == pytest.approx(tokens, rel=0.1)
 
 
 @pytest.mark.parametrize("before, after", [(0.9, 0.3), (0.3, 0.9), (0.8, 0.02), (0.02, 0.8)])
-def test_it_tracks_a_change_within_sixteen_rounds(before, after):
+def test_it_tracks_a_change_within_ten_rounds(before, after):
     closed = []
     for seed in range(40):
         rng = np.random.default_rng(seed)
         estimator = Estimator(KINDS)
         feed(estimator, rng, [before], 100)
         start = tau(estimator.curves(["a"], KNOWN)[0])
-        seen, _ = feed(estimator, rng, [after], 16)
+        seen, _ = feed(estimator, rng, [after], 10)
         closed.append((start - tau(seen[-1])) / (start - tau([after] * DEPTH)))
     assert np.median(closed) > 0.6  # of the way
 
@@ -88,7 +89,7 @@ def test_a_new_request_starts_from_the_others():
 def test_one_request_may_be_harder_than_its_neighbours():
     rng = np.random.default_rng(3)
     estimator, keys, rates = Estimator(KINDS), list(range(8)), [0.9] * 7 + [0.1]
-    for _ in range(60):
+    for _ in range(20):
         estimator.observe(keys, KNOWN, [15] * 8, [accepted(rng, [r], 15) for r in rates])
     taus = [tau(c) for c in estimator.curves(keys, KNOWN)]
     assert taus[-1] < 2 and min(taus[:-1]) > 3.5
@@ -112,7 +113,7 @@ def test_a_cut_block_does_not_look_like_a_failure():
     for _ in range(50):
         estimator.observe(["a"], KNOWN, [3], [3])  # everything that was offered
     curve = estimator.curves(["a"], KNOWN)[0]
-    assert (curve[:3] > 0.8).all()
+    assert (curve[:3] > 0.85).all()
     for _ in range(20):
         estimator.observe(["a"], KNOWN, [0], [0])  # plain decoding teaches nothing
     assert np.allclose(estimator.curves(["a"], KNOWN)[0][:3], curve[:3], atol=0.05)
@@ -158,11 +159,11 @@ def test_a_small_block_is_judged_by_itself():
     cut = Family("known", 0, 0, 4)
     estimator = Estimator([KNOWN, cut], [0.7])
     assert tau(estimator.curves(["a"], cut)[0]) == pytest.approx(tau(estimator.curves(["a"], KNOWN)[0]))
-    for _ in range(60):
+    for _ in range(120):
         estimator.observe(["a"], cut, [3], [0], None)
         estimator.observe(["a"], KNOWN, [15], [4], None)
         small, large = (estimator.curves(["a"], f)[0, 0] for f in (cut, KNOWN))
-    assert small < 0.5 < 0.8 < large
+    assert small < 0.3 < 0.7 < large
     small = Estimator([cut, Family("known", 0, 0, 2), Family("loop")], [0.7])  # its own block is one of 4
     assert small.index[cut] == small.index[KNOWN] != small.index[Family("known", 0, 0, 2)]
 
@@ -196,7 +197,7 @@ def test_a_family_is_judged_with_its_kin():
     """Drafts that did worse than told were dropped for others that had not run, which did as much worse."""
     rng, tree = np.random.default_rng(0), Family("known", 1, 15)
     estimator = Estimator([KNOWN, Family("known", 1), tree], [{"chain": [0.8]}, {"chain": [0.7], "tree=15": [0.8]}])
-    for text in range(40):  # all texts are harder than those that the adapters were measured on
+    for text in range(80):  # all texts are harder than those that the adapters were measured on
         feed(estimator, rng, [harder(0.8, 2.0)], 10, text, family=tree)
         estimator.forget(text)
     found, other = (estimator.shared()[estimator.index[f], 0] for f in (tree, KNOWN))

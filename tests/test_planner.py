@@ -200,8 +200,7 @@ def test_it_finds_the_best_fixed_plan(c, per_row, entry, slots, best):
     fixed = {p: simulate(Fixed(p), table, requests, slots).rate for p in CHAINS}
     assert max(fixed, key=fixed.get) == best
     planner = Planner(table, CHAINS)
-    # nobody told it which blocks suit, so that near ties are parted by what little probes show
-    assert simulate(planner, table, requests, slots).rate >= 0.95 * fixed[best]
+    assert simulate(planner, table, requests, slots).rate >= 0.97 * fixed[best]
     assert planner.switches <= planner.rounds / 50
 
 
@@ -255,7 +254,7 @@ def test_easy_and_hard_requests_are_parted_where_that_pays():
     planner = Planner(table, CHAINS, probe=0.0, split=True)
     views = [View(i, 100) for i in range(16)]
     rng, seen = np.random.default_rng(0), Assignment(tuple(views), Plan("sequential", 16))
-    for _ in range(100):
+    for _ in range(10):
         runs = [min(int(rng.geometric(0.05 if v.key < 4 else 0.98)) - 1, 15) for v in views]
         planner.observe(seen, [1 + run for run in runs])
     planner.rounds = 3

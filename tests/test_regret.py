@@ -95,9 +95,10 @@ def test_a_damaged_adapter_costs_next_to_nothing(slots, odds):
     """What it told of itself is believed for a few rounds only, in the first 256 tokens and later."""
     planner, real = planner_of(0), Rounds(table(0), (0,))
     for seed in range(3):
-        requests = texts(2 * slots, odds, 256, seed)  # no drain: plain decoding alone ends all answers at once
+        requests = texts(2 * slots, odds, 256, seed)
+        # full slots to the end: plain decoding alone ends all answers at once, and has no tail of half-empty rounds
         plain = simulate(Fixed(AR), real, requests, slots, drain=False).rate
-        assert simulate(planner, real, requests, slots, drain=False).rate >= 0.95 * plain
+        assert simulate(planner, real, requests, slots, drain=False).rate >= 0.97 * plain
 
 
 def test_one_hard_text_does_not_spoil_the_next():

@@ -23,12 +23,17 @@ from selfspec.plan.family import DEPTH, LEAST, MOST, Family, families, harder, t
 
 __all__ = ["DEPTH", "Estimator", "Family", "families", "harder"]
 
-SLICES = (slice(0, 1), slice(1, 3), slice(3, 7), slice(7, DEPTH))  # positions that move together
-BINS = np.repeat(range(len(SLICES)), [s.stop - s.start for s in SLICES])
+STARTS = (0, 1, 2, 3, 7)  # where positions begin that move together
+BINS = np.searchsorted(STARTS, range(DEPTH), side="right") - 1
 # standard deviations of terms before anything has run: where the adapter tells its acceptance, and where it is guessed
 ALL, ADAPTER, SHAPE, FAMILY, GUESSED = 0.3, (0.2, 1.0), (0.15, 0.6), (0.1, 0.5), 0.25
-TEXT, COPY = 0.5, 1.5  # of texts, to drafts and to what is looked up in them
-DRIFT, TURN = 2e-4, 0.02  # variance that a round adds to shared terms; share of a text's own that a round renews
+TEXT, COPY = 0.85, 1.5  # of texts, to drafts and to what is looked up in them
+DRIFT, TURN = 2e-4, 0.03  # variance that a round adds to shared terms; share of a text's own that a round renews
+FURTHEST = 2.0  # log odds that a step of the filter moves at most
+AT_ONCE, STEPS = (
+    8,
+    6,
+)  # rounds that a step takes in, if no more steps than that do: it goes by the slope where it begins
 
 
 class Estimator:
@@ -38,8 +43,6 @@ class Estimator:
         kinds: families that may run.
         priors: of each adapter: the acceptance of its chains (one number, or one a position, the last going on), or
             what it tells by name of family (`selfspec.plan.family.told`).
-        sure: whether each adapter tells its acceptance rather than being guessed at; by default where it is a mapping
-            or a sequence.
 
     Attributes:
         kinds: all families, kin of the given ones included.
@@ -74,7 +77,7 @@ class Estimator:
 
     def _terms(self, adapters: int, exact: list[bool]) -> None:
         """Lay out the shared terms: all drafts, adapters, adapters by bin, families; and what is doubted of each."""
-        bins, f = len(SLICES), len(self.kinds)
+        bins, f = len(STARTS), len(self.kinds)
         first = 1 + adapters + adapters * bins
         self.of = np.zeros((f, bins, 4), int)  # terms of each family at each bin
         wide = [ALL, *(ADAPTER[not s] for s in self._sure), *np.repeat([SHAPE[not s] for s in self._sure], bins)]
@@ -86,10 +89,6 @@ class Estimator:
             wide.append(COPY if self.copied[i] else guess)
         self.mean, self._wide = np.zeros(len(wide)), np.array(wide)
         self.doubts, self._diagonal = np.diag(self._wide**2), np.diag_indices(len(wide))
-
-    def _at(self, i: int, b: int) -> np.ndarray:
-        """The terms of a family at a bin, each once."""
-        return self.of[i, b, :1] if self.copied[i] else self.of[i, b]
 
     def shared(self) -> np.ndarray:
         """Conditional acceptance of all families, on a text like any. [F, DEPTH]"""
@@ -108,8 +107,7 @@ class Estimator:
         """Standard deviation of each family's log odds, at its first drafts, against those of a family in use. [F]"""
         self._settle()
         rows = np.zeros((len(self.kinds), len(self.mean)))
-        for i in range(len(self.kinds)):
-            rows[i, self._at(i, 1)] = 1.0
+        np.put_along_axis(rows, self.of[:, 1], 1.0, 1)
         if used is not None:
             rows = rows - rows[self.index[used]]
         return np.sqrt(np.maximum(((rows @ self.doubts) * rows).sum(1), 0.0))
@@ -178,51 +176,50 @@ class Estimator:
         """Book the rounds that wait."""
         waiting, self._waiting = self._waiting, {}
         for (key, f, texts), seen in waiting.items():
-            self._book([key], f, seen, None, texts)
+            steps = min(-(-int(seen[0].max()) // AT_ONCE), STEPS)
+            for _ in range(steps):
+                self._book([key], f, seen / steps, None, texts)
 
     def _book(self, keys, f, seen, features, texts) -> None:
-        """Learn from rounds that offered a draft, tried it, and saw it fail, of each key. [3, n, DEPTH]
-
-        What is expected to be tried says how much can be learnt: trials end with a failure, so steps by what was really
-        tried would be longer after early failures than after late ones.
-        """
-        offered, tried, failed = seen
-        if not offered.any():
-            return
+        """Learn from rounds that offered a draft, tried it, and saw it fail, of each key. [3, n, DEPTH]"""
         copied = int(self.copied[f])
-        self.doubts[self._diagonal] += DRIFT * self._wide
         bound = (COPY if copied else TEXT) ** 2 / texts
-        own = [self.own.setdefault(k, _Text(texts)) for k in keys]
-        text = np.array([t.turned(copied, bound) for t in own])  # [n, 2] mean, variance
-        fixed = 0.0 if copied else self.effect.weighed(features, len(keys))
-        chance = 1 - _chance(self._odds()[f] + (text[:, 0] + fixed)[:, None])  # of failing
-        due = offered * _reached(chance)
-        some = tried.any(0)
-        for b, here in enumerate(SLICES):
-            if some[here].any():
-                self._learn(self._at(f, b), f, due[:, here], tried[:, here], failed[:, here], text, fixed, here)
-        for t, (mean, variance) in zip(own, text.tolist(), strict=True):
-            t.mean[copied], t.variance[copied] = mean, variance
+        fixed = np.zeros(len(keys)) if copied else self.effect.weighed(features, len(keys))
+        self.doubts[self._diagonal] += DRIFT * self._wide
+        surprise = [
+            self._learn(f, self.own.setdefault(k, _Text(texts)), copied, bound, float(fixed[i]), *seen[:, i])
+            for i, k in enumerate(keys)
+        ]
         if not copied and features is not None:
-            self.effect.learn(features, failed.sum(1) - (tried * chance).sum(1))
+            self.effect.learn(features, np.array(surprise))
 
-    def _learn(self, at, f, due, tried, failed, text, fixed, here) -> None:
-        """One step of the filter by a bin's trials [n, positions]; `text` [n, 2] is changed in place."""
-        chance = 1 - _chance(self._odds()[f, here] + (text[:, 0] + fixed)[:, None])  # of failing
-        information = (due * chance * (1 - chance)).sum(1)  # [n]
-        missed = (failed - tried * chance).sum(1)
-        cover = self.doubts[:, at].sum(1)  # covariance of every term with what these trials show
-        spread = float(cover[at].sum())
-        own = text[:, 1].copy()
-        weight = 1 / (1 + information * own)
-        total, said = float((weight * information).sum()), float((weight * missed).sum())
-        step = said / (1 + total * spread)
-        self.mean += cover * min(max(step, -1 / spread), 1 / spread)
-        self.doubts -= np.outer(cover, cover) * (total / (1 + total * spread))
-        gain = own / (1 + information * (own + spread))
-        text[:, 0] = np.clip(text[:, 0] + np.clip(gain * missed, -2.0, 2.0), -4.0, 4.0)
-        text[:, 1] = own * (1 - gain * information)
+    def _learn(self, f, text, copied, bound, fixed, offered, tried, failed) -> float:
+        """One step of the filter by the trials of a text. [DEPTH] each. Returns its failures beyond those foreseen.
+
+        What is expected to be tried says how much can be learnt, and all positions are judged by what was foreseen of
+        the round: trials end with a failure, so steps by what was really tried, or position after position, would lean.
+        """
+        own, variance = text.turned(copied, bound)
+        live = np.add.reduceat(offered, STARTS) > 0
+        if not live.any():
+            return 0.0
+        at = self.of[f, live, : 1 if copied else None]  # [bins, terms]
+        cover = self.doubts[:, at].sum(2)  # [all terms, bins]: covariance with what these trials show
+        spread = cover[at].sum(1) + variance  # [bins, bins]
+        failing = 1 - _chance(self._odds()[f] + own + fixed)
+        missed = np.add.reduceat(failed - tried * failing, STARTS)[live]
+        due = offered * _reached(failing)
+        root = np.sqrt(np.maximum(np.add.reduceat(due * failing * (1 - failing), STARTS)[live], 1e-9))
+        inverse = np.linalg.inv(np.eye(len(root)) + root[:, None] * spread * root)
+        weight = root * (inverse @ (missed / root))
+        weight *= min(1.0, FURTHEST / max(float(np.abs(spread @ weight).max()), 1e-9))
+        shrunk = root[:, None] * inverse * root
+        self.mean += cover @ weight
+        self.doubts -= cover @ shrunk @ cover.T
+        text.mean[copied] = min(max(own + variance * float(weight.sum()), -4.0), 4.0)
+        text.variance[copied] = variance - variance**2 * float(shrunk.sum())
         self._shift = None
+        return float(missed.sum())
 
     def tau(self, family: Family) -> float:
         """Tokens that a full round of the family emits, over all requests."""
@@ -242,9 +239,8 @@ class Estimator:
 
 
 def _reached(failing: np.ndarray) -> np.ndarray:
-    """The chance that draft j is tried at all. [n, DEPTH] -> [n, DEPTH]"""
-    survived = np.cumprod(1 - failing, 1)
-    return np.concatenate([np.ones((len(failing), 1)), survived[:, :-1]], 1)
+    """The chance that draft j is tried at all. [DEPTH] -> [DEPTH]"""
+    return np.concatenate([[1.0], np.cumprod(1 - failing)[:-1]])
 
 
 class _Text:
