@@ -215,6 +215,19 @@ def test_many_texts_together_are_like_any():
     assert found[1] < found[0] - 0.02
 
 
+def test_rounds_that_wait_are_booked_like_any():
+    """Rounds of one key are counted and booked together; with a feature, whatever it says, they are booked at once."""
+    rng, found = np.random.default_rng(0), []
+    offered = rng.integers(0, 20, (30, 8))
+    taken = np.minimum(rng.integers(0, 20, (30, 8)), offered)
+    for features in (None, np.full(8, np.nan)):
+        estimator = Estimator(KINDS, [0.6])
+        for d, a in zip(offered, taken, strict=True):
+            estimator.observe(["all"] * 8, KNOWN, d, a, features, 8)
+        found.append(estimator.tau(KNOWN))
+    assert found[0] == pytest.approx(found[1], rel=0.1)
+
+
 def test_what_never_ran_is_in_more_doubt_than_what_did():
     estimator = Estimator([KNOWN, Family("known", 1), Family("known", 0, 31)], [[0.8], 0.7])
     for _ in range(40):

@@ -10,6 +10,7 @@ import numpy as np
 from selfspec.plan import Plan
 from selfspec.plan.table import LatencyTable
 
+BUCKETS = 12  # of numbers of requests, by powers of two; larger ones share the last
 STEP = 256  # positions; a table is asked once for all contexts within one step
 MANY = 256  # requests; and once for all numbers up to this one, since asking takes as long for hundreds as for one
 
@@ -99,11 +100,12 @@ class Pace:
         names = sorted(set(modes))
         self.mode = np.array([names.index(m) for m in modes])
         self.plain = np.array([m == "ar" for m in modes])
-        self.seen: dict[int, np.ndarray] = {}  # bucket of requests -> [3, K] rounds, weight, mean log ratio
+        self.modes = np.equal.outer(self.mode, self.mode).astype(float)  # [K, K]
+        self.seen = np.zeros((BUCKETS, 3, len(self.mode)))  # by bucket of requests: rounds, weight, mean log ratio
         self.first = np.zeros(2)  # cold rounds, and the milliseconds that one of them takes longer
 
     def _bucket(self, n: int) -> np.ndarray:
-        return self.seen.setdefault((n - 1).bit_length(), np.zeros((3, len(self.mode))))
+        return self.seen[min((n - 1).bit_length(), BUCKETS - 1)]
 
     def factors(self, n: int, trust: float = 2.0) -> np.ndarray:
         """Multiply the table's milliseconds. [K]
@@ -113,12 +115,10 @@ class Pace:
             trust: rounds of so many requests that all others are set against.
         """
         _, weight, mean = self._bucket(n)
-        here = (n - 1).bit_length()
-        near = np.zeros((2, len(self.mode)))  # weight and weighted log ratio of each plan
-        for b, (_, w, m) in self.seen.items():
-            near += 0.25 ** abs(b - here) * np.stack([w, w * m])
-        drafting = near[:, ~self.plain].sum(1)
-        alike = np.stack([np.bincount(self.mode, row) for row in near])[:, self.mode]
+        far = abs(np.arange(BUCKETS) - min((n - 1).bit_length(), BUCKETS - 1))
+        # weight and weighted log ratio of each plan, and of all plans of its mode
+        near = np.stack([0.25**far @ self.seen[:, 1], 0.25**far @ (self.seen[:, 1] * self.seen[:, 2])])
+        drafting, alike = near @ ~self.plain, near @ self.modes
         general = np.full(len(self.mode), drafting[1] / max(drafting[0], 1e-9))
         general = np.where(self.plain, np.minimum(general, 0.0), general)
         for (w, sums), against in ((alike, 2), (near, 2), ((weight, weight * mean), trust)):

@@ -25,15 +25,13 @@ __all__ = ["DEPTH", "Estimator", "Family", "families", "harder"]
 
 STARTS = (0, 1, 2, 3, 7)  # where positions begin that move together
 BINS = np.searchsorted(STARTS, range(DEPTH), side="right") - 1
+EYE = np.eye(len(STARTS))
 # standard deviations of terms before anything has run: where the adapter tells its acceptance, and where it is guessed
 ALL, ADAPTER, SHAPE, FAMILY, GUESSED = 0.3, (0.2, 1.0), (0.15, 0.6), (0.1, 0.5), 0.25
 TEXT, COPY = 0.85, 1.5  # of texts, to drafts and to what is looked up in them
 DRIFT, TURN = 2e-4, 0.03  # variance that a round adds to shared terms; share of a text's own that a round renews
 FURTHEST = 2.0  # log odds that a step of the filter moves at most
-AT_ONCE, STEPS = (
-    8,
-    6,
-)  # rounds that a step takes in, if no more steps than that do: it goes by the slope where it begins
+AT_ONCE, STEPS = 8, 6  # rounds of a text that a step takes in, and most steps: each goes by its slope
 
 
 class Estimator:
@@ -148,7 +146,7 @@ class Estimator:
         """Book a round.
 
         Args:
-            keys: the requests; one key for all books their rounds as one.
+            keys: the requests; one key for all books their rounds as one (without features).
             family: kind of draft that was verified.
             offered: drafts verified (a tree: its depth), per request. A round that ended its text offered no more than
                 it could still take.
@@ -158,25 +156,21 @@ class Estimator:
         """
         f = self.index[family]
         d, a = np.minimum(offered, DEPTH), np.minimum(accepted, DEPTH)
-        position = np.arange(DEPTH)
-        tried = (position < np.minimum(a + 1, d)[:, None]).astype(float)  # [n, DEPTH]
-        failed = tried - (position < np.minimum(a, d)[:, None])
-        seen = np.stack([(position < d[:, None]).astype(float), tried, failed])  # [3, n, DEPTH]
-        if len(keys) > 1 and len(set(keys)) == 1:
-            keys, seen = keys[:1], seen.sum(1, keepdims=True)
-            features = None if features is None or np.isnan(features).all() else np.nanmean(features, keepdims=True)
-        if len(keys) > 1 or features is not None:
-            self._settle()
-            self._book(keys, f, seen, features, texts)
-        else:  # a planner asks only every few rounds: those between are booked at once
+        ends = d, np.minimum(a + 1, d), np.minimum(a, d)  # drafts that were offered, tried, and accepted
+        if features is None and len(set(keys)) == 1:  # a planner asks only every few rounds: those between wait
+            offers, tried, won = (len(e) - np.bincount(e, minlength=DEPTH + 1).cumsum()[:DEPTH] for e in ends)
             sums = self._waiting.setdefault((keys[0], f, texts), np.zeros((3, 1, DEPTH)))
-            sums += seen
+            sums += np.stack([offers, tried, tried - won])[:, None]
+            return
+        self._settle()
+        offers, tried, won = (np.arange(DEPTH) < e[:, None] for e in ends)  # [n, DEPTH]
+        self._book(keys, f, np.stack([offers, tried, tried & ~won]).astype(float), features, texts)
 
     def _settle(self) -> None:
         """Book the rounds that wait."""
         waiting, self._waiting = self._waiting, {}
         for (key, f, texts), seen in waiting.items():
-            steps = min(-(-int(seen[0].max()) // AT_ONCE), STEPS)
+            steps = min(-(-int(seen[0].max()) // (AT_ONCE * texts)), STEPS)
             for _ in range(steps):
                 self._book([key], f, seen / steps, None, texts)
 
@@ -200,17 +194,17 @@ class Estimator:
         the round: trials end with a failure, so steps by what was really tried, or position after position, would lean.
         """
         own, variance = text.turned(copied, bound)
-        live = np.add.reduceat(offered, STARTS) > 0
-        if not live.any():
+        if not offered[0]:
             return 0.0
-        at = self.of[f, live, : 1 if copied else None]  # [bins, terms]
+        at = self.of[f, :, : 1 if copied else None]  # [bins, terms]
+        failing = 1 - _chance(self.base[f] + self.mean[at].sum(1)[BINS] + (own + fixed))
+        due = offered * _reached(failing)
+        seen = np.stack([failed - tried * failing, due * failing * (1 - failing)])
+        missed, information = np.add.reduceat(seen, STARTS, axis=1)  # [bins]; of what is never offered both are 0
         cover = self.doubts[:, at].sum(2)  # [all terms, bins]: covariance with what these trials show
         spread = cover[at].sum(1) + variance  # [bins, bins]
-        failing = 1 - _chance(self._odds()[f] + own + fixed)
-        missed = np.add.reduceat(failed - tried * failing, STARTS)[live]
-        due = offered * _reached(failing)
-        root = np.sqrt(np.maximum(np.add.reduceat(due * failing * (1 - failing), STARTS)[live], 1e-9))
-        inverse = np.linalg.inv(np.eye(len(root)) + root[:, None] * spread * root)
+        root = np.sqrt(np.maximum(information, 1e-9))
+        inverse = np.linalg.inv(EYE + root[:, None] * spread * root)
         weight = root * (inverse @ (missed / root))
         weight *= min(1.0, FURTHEST / max(float(np.abs(spread @ weight).max()), 1e-9))
         shrunk = root[:, None] * inverse * root
@@ -227,14 +221,14 @@ class Estimator:
 
     def renew(self, key: Hashable, share: float) -> None:
         """A share of the requests that a key stands for have left; of the next ones no more is known than of any."""
-        self._settle()
         own = self.own.get(key)
         if own is not None:
             own.renew(share)
 
     def forget(self, key: Hashable) -> None:
         """A request is gone: the next one's text may be of another kind."""
-        self._settle()
+        if any(k == key for k, *_ in self._waiting):
+            self._settle()
         self.own.pop(key, None)
 
 
