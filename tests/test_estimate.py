@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from selfspec.plan import Plan
-from selfspec.plan.estimate import DEPTH, STARTS, Estimator, Family, families, harder
+from selfspec.plan.estimate import DEPTH, Estimator, Family, families, harder
 from selfspec.plan.family import COPIED, name_of, told
 
 KNOWN, HIDDEN = Family("known"), Family("hidden")
@@ -224,8 +224,8 @@ def test_rounds_that_wait_are_booked_like_any():
         estimator = Estimator(KINDS, [0.6])
         for d, a in zip(offered, taken, strict=True):
             estimator.observe(["all"] * 8, KNOWN, d, a, features, 8)
-        found.append(estimator.tau(KNOWN))
-    assert found[0] == pytest.approx(found[1], rel=0.1)
+            found.append(estimator.tau(KNOWN))
+    assert found[:30] == pytest.approx(found[30:], rel=0.05)
 
 
 def test_what_never_ran_is_in_more_doubt_than_what_did():

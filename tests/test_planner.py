@@ -10,10 +10,9 @@ from selfspec.plan.cost import Costs, Pace
 from selfspec.plan.estimate import Family, harder
 from selfspec.plan.latency import Latency
 from selfspec.plan.planner import POOL, Assignment, Fixed, Planner, View
-from selfspec.plan.simulate import Outcome, Trace, bernoulli, of_stats, simulate
+from selfspec.plan.simulate import Outcome, bernoulli, simulate
 from selfspec.plan.table import LatencyTable
 from selfspec.request import Request
-from selfspec.stats import Stats
 
 AR = Plan("ar", 1)
 CHAINS = [AR, *(Plan("sequential", b) for b in (2, 4, 8, 16))]
@@ -95,78 +94,6 @@ def test_rows_of_a_plan():
     assert Plan("sequential", 16, verify_length=4).nodes == 4 and Plan("tree", 16, 64).nodes == 65
     assert Plan("overlap", 8).group_rows == 64 and Plan("overlap", 8, groups=2).group_rows == 16
     assert Plan("overlap+tree", 8, 16, groups=4).group_rows == 32 and Plan("tree", 8).group_rows == 0
-
-
-def test_simulated_rounds_by_hand():
-    table, known = costs(0.1), Family("known")
-    trace = Trace(10, 7, {known: np.array([2, 9, 9, 1, 9, 9, 0])})
-    out = simulate(Fixed(Plan("sequential", 4)), table, [trace])
-    # 2 accepted of 3 + bonus = 3 tokens; 1 + bonus = 2; then 2 are left: 1 draft fits beside the bonus
-    assert sorted(out.accepted.elements()) == [2, 2, 3] and out.tokens == 7 and out.tau == pytest.approx(7 / 3)
-    assert out.ms == pytest.approx(3 * (1.4 + 1.4)) and out.prefill_ms == pytest.approx(1 + 0.1 * 10)
-    plain = simulate(Fixed(AR), table, [trace])
-    assert plain.rounds == 7 and plain.ms == pytest.approx(7 * 1.1) and plain.latency == [pytest.approx(7 * 1.1)]
-
-
-def test_simulated_overlap_by_hand():
-    table = costs(0.1, entry=15)
-    hidden, known = Family("hidden"), Family("known")
-    trace = Trace(10, 9, {known: np.full(9, 1), hidden: np.array([0, 0, 3, 0, 0, 0, 0, 0, 0])})
-    every = simulate(Fixed(Plan("overlap", 4)), table, [trace])
-    # known: 2 tokens; then saved drafts: 4, 1, 1, 1
-    assert sorted(every.accepted.elements()) == [1, 1, 1, 2, 4]
-    verify, draft = 0.5 * 1.4 + 0.5 * (1 + 0.1 * 20), 0.5 * 1.4
-    assert every.ms == pytest.approx(5 * verify + draft)
-    one = simulate(Fixed(Plan("overlap", 4, groups=1)), table, [trace])
-    # only runs of 0 have a group: the first round's 1 is a miss, so the next verifies the anchor alone, which leaves a
-    # draft; all later runs are of 0
-    assert sorted(one.accepted.elements()) == [1] * 7 + [2]
-    assert one.ms == pytest.approx(8 * (0.5 * 1.4 + 0.5 * (1 + 0.1 * 8)) + draft)
-
-
-def test_simulated_slots_are_refilled_from_the_queue():
-    table, trace = costs(0.1), Trace(5, 4, {})
-    out = simulate(Fixed(AR), table, [trace] * 3, slots=2)
-    assert out.tokens == 12 and out.ms == pytest.approx(4 * 1.2 + 4 * 1.1)
-    with pytest.raises(ValueError, match="record it in that mode"):
-        simulate(Fixed(Plan("tree", 4)), table, [trace])
-
-
-def test_simulated_slots_stay_empty_until_an_end_is_read_and_the_door_opens():
-    table, trace = costs(0.1), Trace(5, 4, {})
-    late = simulate(Fixed(AR), table, [trace.cut(2), trace, trace], slots=2, lag=1)
-    # two rounds of both, one of the second alone, the second and the third, the third's other rounds
-    assert late.tokens == 10 and late.ms == pytest.approx(2 * 1.2 + 1.1 + 1.2 + 3 * 1.1)
-
-    ended = []
-
-    class Shut:
-        def admit(self, slots, free, waiting, now):
-            return 0
-
-        def left(self, rounds):
-            ended.append(rounds)
-
-    shut = simulate(Fixed(AR), table, [trace.cut(2), trace, trace], slots=2, door=Shut())
-    assert ended == [2, 4, 4] and shut.ms == pytest.approx(2 * 1.2 + 2 * 1.1 + 4 * 1.1)
-    assert simulate(Fixed(AR), table, [trace] * 9, slots=2, tokens=9).tokens == 10
-
-
-def test_a_policy_that_forgets_a_request_is_caught():
-    class Lazy(Fixed):
-        def round(self, active):
-            return [Assignment(tuple(active[:1]), self.plans[0])]
-
-    with pytest.raises(ValueError, match="every running request"):
-        simulate(Lazy(AR), costs(0.1), texts(0.5, 2), slots=2)
-
-
-def test_counted_lengths_make_a_trace():
-    stats = Stats()
-    for k in [1] * 30 + [4] * 70:
-        stats.count(k)
-    out = simulate(Fixed(Plan("sequential", 8)), costs(0.0), [of_stats(stats, Family("known"), 4000)])
-    assert out.tau == pytest.approx(stats.tau, rel=0.05)
 
 
 @pytest.mark.parametrize("c, per_row, entry, slots", [*product((0.01, 0.5), (0.001, 0.03), (0, 20), (1, 8))])
