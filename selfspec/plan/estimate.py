@@ -146,7 +146,7 @@ class Estimator:
         """Book a round.
 
         Args:
-            keys: the requests; one key for all books their rounds as one (without features).
+            keys: the requests; one key for all books their rounds as one.
             family: kind of draft that was verified.
             offered: drafts verified (a tree: its depth), per request. A round that ended its text offered no more than
                 it could still take.
@@ -157,14 +157,19 @@ class Estimator:
         f = self.index[family]
         d, a = np.minimum(offered, DEPTH), np.minimum(accepted, DEPTH)
         ends = d, np.minimum(a + 1, d), np.minimum(a, d)  # drafts that were offered, tried, and accepted
-        if features is None and len(set(keys)) == 1:  # a planner asks only every few rounds: those between wait
+        known = features is not None and not np.isnan(features).all()
+        if len(set(keys)) == 1:
             offers, tried, won = (len(e) - np.bincount(e, minlength=DEPTH + 1).cumsum()[:DEPTH] for e in ends)
-            sums = self._waiting.setdefault((keys[0], f, texts), np.zeros((3, 1, DEPTH)))
-            sums += np.stack([offers, tried, tried - won])[:, None]
-            return
+            seen = np.stack([offers, tried, tried - won])[:, None].astype(float)
+            if not known:  # a planner asks only every few rounds: those between wait
+                self._waiting[keys[0], f, texts] = self._waiting.get((keys[0], f, texts), 0.0) + seen
+                return
+            keys, features = keys[:1], np.nanmean(features, keepdims=True)
+        else:
+            offers, tried, won = (np.arange(DEPTH) < e[:, None] for e in ends)  # [n, DEPTH]
+            seen = np.stack([offers, tried, tried & ~won]).astype(float)
         self._settle()
-        offers, tried, won = (np.arange(DEPTH) < e[:, None] for e in ends)  # [n, DEPTH]
-        self._book(keys, f, np.stack([offers, tried, tried & ~won]).astype(float), features, texts)
+        self._book(keys, f, seen, features if known else None, texts)
 
     def _settle(self) -> None:
         """Book the rounds that wait."""
