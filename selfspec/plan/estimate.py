@@ -157,11 +157,11 @@ class Estimator:
         f = self.index[family]
         d, a = np.minimum(offered, DEPTH), np.minimum(accepted, DEPTH)
         ends = d, np.minimum(a + 1, d), np.minimum(a, d)  # drafts that were offered, tried, and accepted
-        known = features is not None and not np.isnan(features).all()
+        features = None if features is None or np.isnan(features).all() else features
         if len(set(keys)) == 1:
             offers, tried, won = (len(e) - np.bincount(e, minlength=DEPTH + 1).cumsum()[:DEPTH] for e in ends)
             seen = np.stack([offers, tried, tried - won])[:, None].astype(float)
-            if not known:  # a planner asks only every few rounds: those between wait
+            if features is None:  # a planner asks only every few rounds: those between wait
                 self._waiting[keys[0], f, texts] = self._waiting.get((keys[0], f, texts), 0.0) + seen
                 return
             keys, features = keys[:1], np.nanmean(features, keepdims=True)
@@ -169,7 +169,7 @@ class Estimator:
             offers, tried, won = (np.arange(DEPTH) < e[:, None] for e in ends)  # [n, DEPTH]
             seen = np.stack([offers, tried, tried & ~won]).astype(float)
         self._settle()
-        self._book(keys, f, seen, features if known else None, texts)
+        self._book(keys, f, seen, features, texts)
 
     def _settle(self) -> None:
         """Book the rounds that wait."""
