@@ -72,6 +72,7 @@ def explained(model: SelfSpecModel, planner: Planner, prompt: list[int], cap: in
             entry |= {"best": str(planner.plans[int(rate.argmax())]), "best_rate": float(rate.max())}
             entry |= {"rate": float(rate[k])}
         log.append(entry)
+    planner.learn()
     families = planner.estimator.kinds
     return {
         "table": [_cost(planner, p, len(prompt)) for p in planner.plans],

@@ -209,6 +209,7 @@ def test_a_cap_is_not_a_failure():
     for _ in range(30):
         planner.observe(Assignment((View("a", 10, left=3),), Plan("sequential", 16)), [3])
         planner.observe(Assignment((View("a", 10),), Plan("sequential", 16)), [3], ended=[True])
+    planner.learn()
     assert planner.estimator.curves(["a"], Family("known"))[0, :2].min() > 0.9
 
 
@@ -296,7 +297,7 @@ def test_requests_that_leave_take_what_was_learnt_of_them_along():
     planner.round(views)
     for _ in range(20):
         planner.observe(Assignment(tuple(views), Plan("sequential", 16)), [1] * 4, 0.001)
-    planner.estimator.shared()  # books what waits
+    planner.learn()
     own = planner.estimator.own["all requests"]
     before = list(own.mean), own.variance[0]
     planner.forget(0)

@@ -100,8 +100,11 @@ class Pace:
         names = sorted(set(modes))
         self.mode = np.array([names.index(m) for m in modes])
         self.plain = np.array([m == "ar" for m in modes])
+        self.drafts = (~self.plain).astype(float)
         self.modes = np.equal.outer(self.mode, self.mode).astype(float)  # [K, K]
-        self.seen = np.zeros((BUCKETS, 3, len(self.mode)))  # by bucket of requests: rounds, weight, mean log ratio
+        self.seen = np.zeros((BUCKETS, 3, len(self.mode)))  # by bucket of requests: rounds, weight, sum of log ratios
+        at = np.arange(BUCKETS)
+        self.near = 0.25 ** abs(at[:, None] - at)  # what a bucket counts in another
         self.first = np.zeros(2)  # cold rounds, and the milliseconds that one of them takes longer
 
     def _bucket(self, n: int) -> np.ndarray:
@@ -114,16 +117,16 @@ class Pace:
             n: requests.
             trust: rounds of so many requests that all others are set against.
         """
-        _, weight, mean = self._bucket(n)
-        far = abs(np.arange(BUCKETS) - min((n - 1).bit_length(), BUCKETS - 1))
-        # weight and weighted log ratio of each plan, and of all plans of its mode
-        near = np.stack([0.25**far @ self.seen[:, 1], 0.25**far @ (self.seen[:, 1] * self.seen[:, 2])])
-        drafting, alike = near @ ~self.plain, near @ self.modes
-        general = np.full(len(self.mode), drafting[1] / max(drafting[0], 1e-9))
-        general = np.where(self.plain, np.minimum(general, 0.0), general)
-        for (w, sums), against in ((alike, 2), (near, 2), ((weight, weight * mean), trust)):
-            general = (sums + against * general) / (w + against)
-        return np.exp(general)
+        here = min((n - 1).bit_length(), BUCKETS - 1)
+        # weights and weighted log ratios: of each plan, of all plans of its mode, of all drafts
+        near = (self.near[here] @ self.seen[:, 1:].reshape(BUCKETS, -1)).reshape(2, -1)
+        alike = near @ self.modes
+        count, total = (near @ self.drafts).tolist()
+        general = total / max(count, 1e-9)
+        factor = (alike[1] + 2 * np.where(self.plain, min(general, 0.0), general)) / (alike[0] + 2)
+        factor = (near[1] + 2 * factor) / (near[0] + 2)
+        _, weight, ratios = self.seen[here]
+        return np.exp((ratios + trust * factor) / (weight + trust))
 
     def known(self, k: int, n: int) -> int:
         """Rounds of plan k with about n requests whose time is known."""
@@ -138,16 +141,18 @@ class Pace:
 
         A single slow round is somebody else's doing, so what is known moves by a step at most.
         """
-        rounds, weight, mean = self._bucket(n)
+        booked = self._bucket(n)
         if cold:
             self.first[0] = min(self.first[0] + 1, 20)
             self.first[1] += (max(real - expected, 0.0) - self.first[1]) / self.first[0]
             return
-        rounds[k] += 1
-        if rounds[k] <= 1 or expected <= 0 or real <= 0:
+        rounds, weight, ratios = booked[:, k].tolist()
+        booked[0, k] = rounds + 1
+        if rounds < 1 or expected <= 0 or real <= 0:
             return
         ratio = min(max(log(real / expected), -3.0), 3.0)
-        if weight[k] >= 8:
-            ratio = min(max(ratio, mean[k] - 0.5), mean[k] + 0.5)
-        weight[k] = min(weight[k] + 1, 20)
-        mean[k] += (ratio - mean[k]) / weight[k]
+        mean = ratios / weight if weight else 0.0
+        if weight >= 8:
+            ratio = min(max(ratio, mean - 0.5), mean + 0.5)
+        weight = min(weight + 1, 20)
+        booked[1:, k] = weight, weight * (mean + (ratio - mean) / weight)

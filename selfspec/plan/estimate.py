@@ -27,9 +27,9 @@ STARTS = (0, 1, 2, 3, 7)  # where positions begin that move together
 BINS = np.searchsorted(STARTS, range(DEPTH), side="right") - 1
 EYE = np.eye(len(STARTS))
 # standard deviations of terms before anything has run: where the adapter tells its acceptance, and where it is guessed
-ALL, ADAPTER, SHAPE, FAMILY, GUESSED = 0.3, (0.2, 1.0), (0.15, 0.6), (0.1, 0.5), 0.25
+ALL, ADAPTER, SHAPE, FAMILY, GUESSED = 0.3, (0.2, 1.0), (0.15, 0.6), (0.1, 0.25), 0.25
 TEXT, COPY = 0.85, 1.5  # of texts, to drafts and to what is looked up in them
-DRIFT, TURN = 2e-4, 0.03  # variance that a round adds to shared terms; share of a text's own that a round renews
+DRIFT, TURN = 5e-5, 0.01  # variance that a round adds to shared terms; share of a text's own that a round renews
 FURTHEST = 2.0  # log odds that a step of the filter moves at most
 AT_ONCE, STEPS = 8, 6  # rounds of a text that a step takes in, and most steps: each goes by its slope
 
@@ -77,35 +77,34 @@ class Estimator:
         """Lay out the shared terms: all drafts, adapters, adapters by bin, families; and what is doubted of each."""
         bins, f = len(STARTS), len(self.kinds)
         first = 1 + adapters + adapters * bins
-        self.of = np.zeros((f, bins, 4), int)  # terms of each family at each bin
+        of = np.zeros((f, bins, 4), int)
         wide = [ALL, *(ADAPTER[not s] for s in self._sure), *np.repeat([SHAPE[not s] for s in self._sure], bins)]
         for i, k in enumerate(self.kinds):
             for b in range(bins):
                 shape = 1 + adapters + k.adapter * bins + b
-                self.of[i, b] = [first + i] * 4 if self.copied[i] else [0, 1 + k.adapter, shape, first + i]
+                of[i, b] = [first + i] * 4 if self.copied[i] else [0, 1 + k.adapter, shape, first + i]
             guess = FAMILY[0] if exact[i] else GUESSED if self._sure[k.adapter] else FAMILY[1]
             wide.append(COPY if self.copied[i] else guess)
+        self.of = np.zeros((f, bins, len(wide)))  # whether a term counts in a family at a bin
+        np.put_along_axis(self.of, of, 1.0, 2)
         self.mean, self._wide = np.zeros(len(wide)), np.array(wide)
         self.doubts, self._diagonal = np.diag(self._wide**2), np.diag_indices(len(wide))
 
     def shared(self) -> np.ndarray:
         """Conditional acceptance of all families, on a text like any. [F, DEPTH]"""
-        self._settle()
+        self.settle()
         return _chance(self._odds())
 
     def _odds(self) -> np.ndarray:
         """Log odds of failing, texts apart. [F, DEPTH]"""
         if self._shift is None:
-            parts = self.mean[self.of]  # [F, bins, 4]
-            moved = np.where(self.copied[:, None], parts[..., 0], parts.sum(2))
-            self._shift = self.base + moved[:, BINS]
+            self._shift = self.base + (self.of @ self.mean)[:, BINS]
         return self._shift
 
     def doubt(self, used: Family | None = None) -> np.ndarray:
         """Standard deviation of each family's log odds, at its first drafts, against those of a family in use. [F]"""
-        self._settle()
-        rows = np.zeros((len(self.kinds), len(self.mean)))
-        np.put_along_axis(rows, self.of[:, 1], 1.0, 1)
+        self.settle()
+        rows = self.of[:, 1]
         if used is not None:
             rows = rows - rows[self.index[used]]
         return np.sqrt(np.maximum(((rows @ self.doubts) * rows).sum(1), 0.0))
@@ -121,13 +120,14 @@ class Estimator:
         Returns:
             [F, n, DEPTH]
         """
-        self._settle()
+        self.settle()
         n = len(keys)
         text = np.zeros((2, n))  # drafts, copies
         for i, key in enumerate(keys):
             if key in self.own:
                 text[:, i] = self.own[key].mean
-        text[0] += self.effect.weighed(features, n)
+        if features is not None:
+            text[0] += self.effect.weighed(features, n)
         return _chance(self._odds()[:, None] + text[self.copied.astype(int)][:, :, None])
 
     def curves(self, keys: Sequence[Hashable], family: Family, features: np.ndarray | None = None) -> np.ndarray:
@@ -146,7 +146,7 @@ class Estimator:
         """Book a round.
 
         Args:
-            keys: the requests; one key for all books their rounds as one.
+            keys: the requests, each of its round, or one of all; if there is but one, its rounds are booked as one.
             family: kind of draft that was verified.
             offered: drafts verified (a tree: its depth), per request. A round that ended its text offered no more than
                 it could still take.
@@ -158,7 +158,7 @@ class Estimator:
         d, a = np.minimum(offered, DEPTH), np.minimum(accepted, DEPTH)
         ends = d, np.minimum(a + 1, d), np.minimum(a, d)  # drafts that were offered, tried, and accepted
         features = None if features is None or np.isnan(features).all() else features
-        if len(set(keys)) == 1:
+        if len(keys) == 1 or len(set(keys)) == 1:
             offers, tried, won = (len(e) - np.bincount(e, minlength=DEPTH + 1).cumsum()[:DEPTH] for e in ends)
             seen = np.stack([offers, tried, tried - won])[:, None].astype(float)
             if features is None:  # a planner asks only every few rounds: those between wait
@@ -168,10 +168,10 @@ class Estimator:
         else:
             offers, tried, won = (np.arange(DEPTH) < e[:, None] for e in ends)  # [n, DEPTH]
             seen = np.stack([offers, tried, tried & ~won]).astype(float)
-        self._settle()
+        self.settle()
         self._book(keys, f, seen, features, texts)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Book the rounds that wait."""
         waiting, self._waiting = self._waiting, {}
         for (key, f, texts), seen in waiting.items():
@@ -184,30 +184,33 @@ class Estimator:
         copied = int(self.copied[f])
         bound = (COPY if copied else TEXT) ** 2 / texts
         fixed = np.zeros(len(keys)) if copied else self.effect.weighed(features, len(keys))
-        self.doubts[self._diagonal] += DRIFT * self._wide
+        rounds = seen[0, :, 0] / texts  # [n]
+        self.doubts[self._diagonal] += DRIFT * float(rounds.max()) * self._wide
         surprise = [
-            self._learn(f, self.own.setdefault(k, _Text(texts)), copied, bound, float(fixed[i]), *seen[:, i])
+            self._learn(f, self.own.setdefault(k, _Text(texts)), copied, bound, rounds[i], float(fixed[i]), *seen[:, i])
             for i, k in enumerate(keys)
         ]
         if not copied and features is not None:
             self.effect.learn(features, np.array(surprise))
 
-    def _learn(self, f, text, copied, bound, fixed, offered, tried, failed) -> float:
+    def _learn(self, f, text, copied, bound, rounds, fixed, offered, tried, failed) -> float:
         """One step of the filter by the trials of a text. [DEPTH] each. Returns its failures beyond those foreseen.
 
         What is expected to be tried says how much can be learnt, and all positions are judged by what was foreseen of
         the round: trials end with a failure, so steps by what was really tried, or position after position, would lean.
         """
-        own, variance = text.turned(copied, bound)
+        own, variance = text.turned(copied, bound, rounds)
         if not offered[0]:
             return 0.0
-        at = self.of[f, :, : 1 if copied else None]  # [bins, terms]
-        failing = 1 - _chance(self.base[f] + self.mean[at].sum(1)[BINS] + (own + fixed))
-        due = offered * _reached(failing)
-        seen = np.stack([failed - tried * failing, due * failing * (1 - failing)])
+        at = self.of[f]  # [bins, terms]
+        chance = _chance(self.base[f] + (at @ self.mean)[BINS] + (own + fixed))
+        failing, reached = 1 - chance, np.ones(DEPTH)  # the chance that a draft fails, and that it is tried at all
+        np.multiply.accumulate(chance[:-1], out=reached[1:])
+        seen = np.empty((2, DEPTH))
+        seen[0], seen[1] = failed - tried * failing, offered * reached * failing * chance
         missed, information = np.add.reduceat(seen, STARTS, axis=1)  # [bins]; of what is never offered both are 0
-        cover = self.doubts[:, at].sum(2)  # [all terms, bins]: covariance with what these trials show
-        spread = cover[at].sum(1) + variance  # [bins, bins]
+        cover = self.doubts @ at.T  # [terms, bins]: covariance with what these trials show
+        spread = at @ cover + variance  # [bins, bins]
         root = np.sqrt(np.maximum(information, 1e-9))
         inverse = np.linalg.inv(EYE + root[:, None] * spread * root)
         weight = root * (inverse @ (missed / root))
@@ -233,13 +236,8 @@ class Estimator:
     def forget(self, key: Hashable) -> None:
         """A request is gone: the next one's text may be of another kind."""
         if any(k == key for k, *_ in self._waiting):
-            self._settle()
+            self.settle()
         self.own.pop(key, None)
-
-
-def _reached(failing: np.ndarray) -> np.ndarray:
-    """The chance that draft j is tried at all. [DEPTH] -> [DEPTH]"""
-    return np.concatenate([[1.0], np.cumprod(1 - failing)[:-1]])
 
 
 class _Text:
@@ -249,11 +247,12 @@ class _Text:
         self.mean, self.variance = [0.0, 0.0], [TEXT**2 / texts, COPY**2 / texts]
         self.bounds = list(self.variance)
 
-    def turned(self, copied: int, bound: float) -> tuple[float, float]:
-        """Mean and variance, a round later."""
+    def turned(self, copied: int, bound: float, rounds: float) -> tuple[float, float]:
+        """Mean and variance, some rounds later."""
         self.bounds[copied] = bound
-        self.mean[copied] *= 1 - TURN
-        return self.mean[copied], min(self.variance[copied] + 2 * TURN * bound, bound)
+        kept = (1 - TURN) ** rounds
+        self.mean[copied] *= kept
+        return self.mean[copied], kept**2 * self.variance[copied] + (1 - kept**2) * bound
 
     def renew(self, share: float) -> None:
         """A share of the texts are others now."""
@@ -265,7 +264,7 @@ class _Text:
 
 def _chance(odds: np.ndarray) -> np.ndarray:
     """Acceptance, of log odds of failing."""
-    return np.clip(1 / (1 + np.exp(np.clip(odds, -30, 30))), LEAST, MOST)
+    return np.minimum(np.maximum(1 / (1 + np.exp(np.minimum(odds, 30))), LEAST), MOST)
 
 
 class _Effect:

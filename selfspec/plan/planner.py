@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -13,14 +13,15 @@ from selfspec.plan import Plan
 from selfspec.plan.allot import allot, longest, partition
 from selfspec.plan.cost import Costs, Pace
 from selfspec.plan.estimate import DEPTH, Estimator, families
+from selfspec.plan.heard import POOL, Heard
 from selfspec.plan.probe import Probe
+from selfspec.plan.use import Use
 from selfspec.plan.value import Values
 from selfspec.plan.views import Assignment, View, Views
 
 if TYPE_CHECKING:
     from selfspec.pruning import Pruning
 
-POOL = ("all requests",)  # the key of a batch that is taken as one
 LONGEST = 8  # times as many rounds pass between two comparisons while plain decoding stays the best
 KNOWN = 16  # timed rounds after which not every one is booked
 SURE = 3  # timed rounds after which a cost is known
@@ -153,23 +154,24 @@ class Planner:
         self.costs, self.plans, self.split, self.packed = costs, list(plans), split, packed
         kinds = [f for p in plans for f in families(p)]
         self.estimator = estimator or Estimator(kinds, [0.7] * len(costs.entries))
+        self.heard = Heard(self.estimator)
         self.values = Values(self.plans, self.estimator.index, costs)
         self.index = {p: k for k, p in enumerate(self.plans)}
         self.patience, self.dwell, self.every = patience, dwell, every
         self.pace, self.probe = Pace([p.mode if p.nodes > 1 else "ar" for p in self.plans]), Probe(probe)
         self.log: deque[Decision] = deque(maxlen=512)
-        self.rounds = self.switches = 0
+        self.rounds = self.switches = self._learnt = 0
         self.rate = 0.0
-        self.current: tuple[int, ...] = ()  # plans in use
-        self._bucket, self._before = 0, dict[int, tuple[int, ...]]()  # of requests; plans in use in the others
+        self._uses: dict[int, Use] = {}  # by doublings of the number of requests
+        self._use = Use()
         self._plain = next(k for k, p in enumerate(self.plans) if p.nodes == 1)
-        self._since = self._lead = 0.0  # rounds since they were chosen; what was foregone since then
-        self._last: list[tuple[int, list[int]]] = []
-        self._keys: Sequence[Hashable] = ()
         self._members: set[Hashable] = set()
-        self._looked = 0  # round of the last comparison
-        self._pause = every  # rounds until the next one
         self._seen: list[Hashable] | None = None  # keys of the last round, as they were handed over
+
+    @property
+    def current(self) -> tuple[int, ...]:
+        """Plans in use, by index."""
+        return self._use.plans
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """A plan for every running request.
@@ -191,39 +193,57 @@ class Planner:
             self._members, self._seen = members, views.keys
         self.values.joined(joined)
         self.rounds += 1
-        self._since += 1
-        if (bucket := (n - 1).bit_length()) != self._bucket:
-            self._before[self._bucket] = self.current
-            self._bucket, self.current, self._keys = bucket, self._before.get(bucket, ()), ()
-            self._since = self._lead = 0.0
-        due = self._since <= 4 * self.dwell or not self._keys or self.rounds >= self._looked + self._pause
-        if not due and keys == self._keys and not self.probe.running:
-            return self._assigned(views, self._last)
-        context, m, features = views.context, len(keys), views.features
-        if features is not None and m < n:
-            features = np.nanmean(features, keepdims=True)
-        looked = [DEPTH if found is None else found for found in views.lookups or [None] * n]
-        offers = np.array(looked).reshape(m, -1).mean(1).astype(int)
-        survival = self.estimator.all(keys, features).cumprod(2)
-        tokens, hit = self.values.tokens(survival, np.full(m, UNBOUNDED), offers)
-        tokens *= n / m
-        counts = np.arange(n + 1) if self.split else np.array([n])
-        ms = self.values.ms(counts, context, hit) * self.factors(n)[:, None]
-        probed = self.probe.next(self, n, context)
+        use = self._used(n)
+        use.since += 1
+        use.wait -= 1
+        due = use.since <= 4 * self.dwell or use.wait <= 0 or keys != use.keys
+        probed = None
+        # a GPU should never wait for the host: what there is to think of is spread over the rounds
+        if self.probe.running or (not due and use.wait == self.every // 2):
+            probed = self.probe.next(self, n, views.context)
+        if not due and probed is None:
+            if use.wait == 1:
+                self.learn()
+            return self._assigned(views, use.parts)
+        tokens, ms = self._expected(views, keys)
+        if probed is None and self._beyond(n) and self.pace.known(self._plain, n) < SURE:
+            probed = self._plain
         if probed is not None:
             parts, why = [(probed, list(range(n)))], "probe"
-            self._keys = ()
-        elif self._beyond(n) and self.pace.known(self._plain, n) < SURE:
-            parts, why = [(self._plain, list(range(n)))], "probe"
-            self._keys = ()
+            use.wait = 0
         else:
             parts, why = self._best(tokens, ms, n)
-            self._last, self._keys, self._looked = parts, keys, self.rounds
-            idle = why == "keep" and self.current == (self._plain,)  # nothing is learnt of drafts meanwhile
-            self._pause = min(2 * self._pause, LONGEST * self.every) if idle else self.every
+            idle = why == "keep" and use.plans == (self._plain,)  # nothing is learnt of drafts meanwhile
+            use.pause = min(2 * use.pause, LONGEST * self.every) if idle else self.every
+            use.parts, use.keys, use.wait = parts, keys, use.pause
         chosen = tuple((self.plans[k], len(members)) for k, members in parts)
-        self.log.append(Decision(self.rounds, context, tokens.sum(0), ms[:, -1], chosen, why))
+        self.log.append(Decision(self.rounds, views.context, tokens.sum(0), ms[:, -1], chosen, why))
         return self._assigned(views, parts)
+
+    def _used(self, n: int) -> Use:
+        """What is in use for so many requests."""
+        use = self._uses.setdefault((n - 1).bit_length(), Use(pause=self.every))
+        if use is not self._use:
+            use.back(self.rounds)
+            self._use, self.rate = use, use.rate
+        use.left = self.rounds
+        return use
+
+    def _expected(self, views: Views, keys: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens [n or 1, K] and milliseconds [K, n + 1 or 1], the last of all requests, of a round of every plan."""
+        if self._use.since <= 4 * self.dwell or self._learnt < self.rounds - 1:
+            self.learn()
+        n, m, features = len(views), len(keys), views.features
+        if features is not None and m < n:
+            features = np.nanmean(features, keepdims=True)
+        offers: Any = DEPTH
+        if views.lookups is not None:
+            looked = [DEPTH if found is None else found for found in views.lookups]
+            offers = np.array(looked).reshape(m, -1).mean(1).astype(int)
+        survival = np.multiply.accumulate(self.estimator.all(keys, features), 2)
+        tokens, hit = self.values.tokens(survival, np.full(m, UNBOUNDED), offers)
+        counts = np.arange(n + 1) if self.split else np.array([n])
+        return tokens * (n / m), self.values.ms(counts, views.context, hit) * self.factors(n)[:, None]
 
     def _beyond(self, n: int) -> bool:
         """Whether rounds of so many requests are extrapolated by the table."""
@@ -251,24 +271,25 @@ class Planner:
             ms: [K, n + 1 or 1], the last of n requests.
             n: requests.
         """
+        use, rounds = self._use, self._use.pause - self._use.wait  # since the last comparison
         tokens = tokens.copy()
         tokens[:, self._plain] *= 1.015  # what is gained by less is lost to drafts that do worse than expected
         best, rate = self._parts(tokens, ms, n, None)
-        if self.current:
-            kept, held = self._parts(tokens, ms, n, self.current)
-            rounds = self.rounds - self._looked  # since the last comparison
-            self._lead = max(self._lead + rounds * min(rate / held - 1.01, 1.0), 0.0)  # 1 % may be error
+        if use.plans:
+            kept, held = self._parts(tokens, ms, n, use.plans)
+            use.lead = max(use.lead + rounds * min(rate / held - 1.01, 1.0), 0.0)  # 1 % may be error
             fallen = [k for k, _ in best] == [self._plain]  # falling back waits for nothing
-            new = [k for k, _ in best if k not in self.current and k != self._plain]
+            new = [k for k, _ in best if k not in use.plans and k != self._plain]
             price = sum(self.pace.setup(k, n) for k in new) / sum(ms[k, -1] for k, _ in kept)  # in rounds
             patience = min(self.patience, 0.3) if fallen else max(self.patience, 0.1 * price)
-            if self._lead < patience or (self._since < self.dwell and not fallen):
-                self.rate = held
+            if use.lead < patience or (use.since < self.dwell and not fallen):
+                self.rate = use.rate = held
                 return kept, "keep" if rate <= held * 1.01 else "hold"
-        why = "switch" if self.current else "first"
+        why = "switch" if use.plans else "first"
         chosen = tuple(sorted({k for k, _ in best}))
-        self.switches += bool(self.current) and chosen != self.current
-        self.current, self._since, self._lead, self.rate = chosen, 0, 0.0, rate
+        self.switches += bool(use.plans) and chosen != use.plans
+        use.plans, use.since, use.lead, use.rate = chosen, 0, 0.0, rate
+        self.rate = rate
         self.probe.used({f for k in chosen for f in families(self.plans[k])})
         return best, why
 
@@ -333,7 +354,7 @@ class Planner:
         """
         plan, views, k = assignment.plan, Views.of(assignment.views), self.index[assignment.plan]
         if plan.nodes > 1:
-            self._learn(plan, views, np.asarray(emitted), ended)
+            self.heard.add(plan, views, emitted, ended, self._judged(views.keys) is POOL)
         if plan.overlap and hits is not None:
             there = [hit for hit, tokens in zip(hits, emitted, strict=True) if tokens]
             self.values.saw(k, sum(there), len(there))
@@ -346,32 +367,24 @@ class Planner:
                 self.pace.observe(k, n, expected, ms, cold)
         self.probe.observe(plan, expected if ms is None else ms)
 
-    def _learn(self, plan: Plan, views: Views, emitted: np.ndarray, ended: Sequence[bool] | None) -> None:
-        """Tell the estimator which drafts were accepted."""
-        offered, accepted = views.offered(plan), np.maximum(emitted - 1, 0)
-        if ended is not None:
-            offered = np.where(ended, np.minimum(offered, accepted), offered)
-        made, saved = families(plan)
-        for family, want in ((made, False), (saved, True)) if plan.overlap else ((made, None),):
-            who = np.flatnonzero(offered > 0)
-            if want is not None:
-                who = who[np.array(views.saved or [False] * len(views))[who] == want]
-            if len(who):
-                keys = self._judged(views.keys)
-                texts = len(views) if keys == POOL else 1
-                keys = POOL * len(who) if keys == POOL else [views.keys[i] for i in who]
-                features = None if views.features is None else views.features[who]
-                self.estimator.observe(keys, family, offered[who], accepted[who], features, texts)
+    def learn(self) -> None:
+        """Bring the estimator up to date."""
+        self._learnt = self.rounds
+        self.heard.tell()
+        self.estimator.settle()
 
     def forget(self, key: Hashable) -> None:
         """A request is gone."""
+        if self.split or self._use.keys is not POOL:  # before its text's own term goes
+            self.heard.tell()
         self.estimator.forget(key)
         if key in self._members and len(self._members) > 1:
             self.estimator.renew(POOL[0], 1 / len(self._members))
         self._members.discard(key)
         self._seen = None
-        if key in self._keys:  # nor is it held in memory, with the keys and values that it may have kept
-            self._keys = ()
+        for use in self._uses.values():  # nor is it held in memory, with the keys and values that it may have kept
+            if key in use.keys:
+                use.keys = ()
 
 
 def _rate(parts: list[tuple[int, list[int]]], tokens: np.ndarray, ms: np.ndarray) -> float:

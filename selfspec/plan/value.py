@@ -31,8 +31,10 @@ class Values:
         self.lookup = np.array([p.lookup for p in plans])
         over = [k for k, p in enumerate(plans) if p.overlap]
         self.overlaps = np.array(over, int)
-        self.groups = np.array([min(plans[k].groups or DEPTH + 1, DEPTH + 1) for k in over], int)
-        self.every = np.array([plans[k].groups is None for k in over], bool)
+        groups = np.array([min(plans[k].groups or DEPTH + 1, DEPTH + 1) for k in over], int)
+        self.at, self.dropped = np.arange(len(over)), DEPTH - groups  # the last end without a group, least likely first
+        self.every = np.array([[plans[k].groups is None] for k in over], bool)  # [O, 1]
+        self.within = self.depth[self.overlaps][:, None, None] > POSITION  # [O, 1, DEPTH]
         self.joins = 0.0  # share of rounds before which a request has joined
         self.hits = np.zeros((2, len(plans)))  # hits and tries of overlaps, fading
         self._parts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -50,15 +52,17 @@ class Values:
         """
         n, at = len(left), np.arange(len(left))
         room = np.minimum(self.depth[:, None], left - 1)  # [K, n]
-        room[self.lookup] = np.minimum(room[self.lookup], offers)
-        upto = np.ones((len(survival), n, DEPTH + 1))
-        upto[:, :, 1:] += survival.cumsum(2)
+        np.minimum(room, offers, out=room, where=self.lookup[:, None])
+        upto = np.empty((len(survival), n, DEPTH + 1))
+        upto[:, :, 0] = 1
+        np.cumsum(survival, 2, out=upto[:, :, 1:])
+        upto[:, :, 1:] += 1
         tokens, hit = upto[self.made[:, None], at, room], np.zeros(len(self.plans))
         if len(self.overlaps):
             chance = self.kept(survival)
             o = self.overlaps
             tokens[o] = 1 + chance * (upto[self.saved[o][:, None], at, room[o]] - 1)
-            hit[o] = chance.mean(1)
+            hit[o] = chance.sum(1) / n
         return tokens.T, hit
 
     def kept(self, survival: np.ndarray) -> np.ndarray:
@@ -67,13 +71,16 @@ class Values:
         Groups hang where the run most probably ends: P(exactly k) = survival(k) - survival(k + 1).
         """
         o = self.overlaps
-        runs = survival[self.saved[o]] * (self.depth[o, None, None] > POSITION)  # [O, n, DEPTH]
-        edge = np.ones((len(o), runs.shape[1], 1))
-        ends = np.concatenate([edge, runs], 2) - np.concatenate([runs, 0 * edge], 2)
-        most = np.sort(ends, 2)[:, :, ::-1].cumsum(2)  # [O, n, DEPTH + 1]
-        chance = np.take_along_axis(most, np.subtract(self.groups, 1)[:, None, None], 2)[:, :, 0]
+        runs = np.zeros((len(o), survival.shape[1], DEPTH + 2))  # of k drafts and more
+        runs[:, :, 0] = 1
+        np.multiply(survival[self.saved[o]], self.within, out=runs[:, :, 1:-1])
+        ends = runs[:, :, :-1] - runs[:, :, 1:]  # [O, n, DEPTH + 1]
+        ends.sort(2)
+        least = np.cumsum(ends, 2)  # of the ends that are not kept, and the rest
+        rest = least[self.at, :, self.dropped]
+        chance = 1 - np.where(self.dropped[:, None] < 0, 0.0, rest)
         hits, tries = self.hits[:, o, None]
-        return np.where(self.every[:, None], 1.0, (10 * chance + hits) / (10 + tries))
+        return np.where(self.every, 1.0, (10 * chance + hits) / (10 + tries))
 
     def ms(self, counts: np.ndarray, context: float, hit: np.ndarray) -> np.ndarray:
         """Expected milliseconds of a round of so many requests, each count for itself. [C] -> [K, C]

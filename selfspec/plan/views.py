@@ -74,6 +74,25 @@ class Views(Sequence[View]):
             [v.lookup for v in views] if looked else None, np.array(features, float) if felt else None,
         )  # fmt: skip
 
+    @staticmethod
+    def together(rounds: Sequence[Views]) -> Views:
+        """Those of several rounds in a row, as if of one."""
+        if len(rounds) == 1:
+            return rounds[0]
+        keys = [k for v in rounds for k in v.keys]
+        ends = np.concatenate([v.ends for v in rounds]) - np.repeat([v.reach for v in rounds], [len(v) for v in rounds])
+        out = Views(keys, [c for v in rounds for c in v.contexts], ends)
+        if any(v.saved for v in rounds):
+            out.saved = [s for v in rounds for s in v.saved or [False] * len(v)]
+        if any(v.missed for v in rounds):
+            out.missed = [m for v in rounds for m in v.missed or [False] * len(v)]
+        if any(v.lookups is not None for v in rounds):
+            out.lookups = [x for v in rounds for x in v.lookups or [None] * len(v)]
+        if any(v.features is not None for v in rounds):
+            nothing = [np.full(len(v), np.nan) if v.features is None else v.features for v in rounds]
+            out.features = np.concatenate(nothing)
+        return out
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -87,6 +106,11 @@ class Views(Sequence[View]):
         saved, missed = self.saved or [False] * n, self.missed or [False] * n
         columns = self.keys, self.contexts, self.left.tolist(), saved, missed, lookups, features
         return (View(*row) for row in zip(*columns, strict=True))
+
+    def of_keys(self, keys: list[Any]) -> Views:
+        """The same, of other keys."""
+        rest = self.saved, self.missed, self.lookups, self.features
+        return Views(keys, self.contexts, self.ends, self.reach, *rest)
 
     @cached_property
     def context(self) -> float:

@@ -1,0 +1,63 @@
+"""Rounds that have run and of which the estimator has not been told: told together, they take as long as one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from selfspec.plan import Plan
+from selfspec.plan.estimate import Estimator, families
+from selfspec.plan.views import Views
+
+POOL = ("all requests",)  # the key of a batch that is taken as one
+
+
+class Heard:
+    """Keeps rounds until somebody asks what they teach.
+
+    Args:
+        estimator: is told.
+    """
+
+    def __init__(self, estimator: Estimator):
+        self.estimator = estimator
+        self._rounds: dict[tuple[Plan, bool], list[tuple[Views, Sequence[int], Sequence[bool] | None]]] = {}
+
+    def add(
+        self, plan: Plan, views: Views, emitted: Sequence[int], ended: Sequence[bool] | None = None, pool: bool = False
+    ) -> None:
+        """Keep a round.
+
+        Args:
+            plan: with drafts.
+            views: of its requests.
+            emitted: tokens of each.
+            ended: whether each ended.
+            pool: book all requests as one.
+        """
+        if pool:  # requests that have left are not held in memory
+            views = views.of_keys([*POOL] * len(views))
+        self._rounds.setdefault((plan, pool), []).append((views, emitted, ended))
+
+    def tell(self) -> None:
+        """Tell the estimator which drafts were accepted."""
+        if not self._rounds:
+            return
+        kept, self._rounds = self._rounds, {}
+        for (plan, pool), rounds in kept.items():
+            views = Views.together([v for v, *_ in rounds])
+            texts = round(len(views) / len(rounds)) if pool else 1
+            offered = views.offered(plan)
+            accepted = np.maximum(np.concatenate([e for _, e, _ in rounds]) - 1, 0)
+            ended = np.concatenate([[False] * len(e) if out is None else out for _, e, out in rounds])
+            offered = np.where(ended, np.minimum(offered, accepted), offered)
+            made, saved = families(plan)
+            for family, want in ((made, False), (saved, True)) if plan.overlap else ((made, None),):
+                who = np.flatnonzero(offered > 0)
+                if want is not None:
+                    who = who[np.array(views.saved or [False] * len(views))[who] == want]
+                if len(who):
+                    keys: Sequence[Hashable] = POOL if pool else [views.keys[i] for i in who]
+                    features = None if views.features is None else views.features[who]
+                    self.estimator.observe(keys, family, offered[who], accepted[who], features, texts)
