@@ -1,6 +1,7 @@
 """Shared test setup: no network, two threads at most, GPU tests only where there is a GPU."""
 
 import os
+from importlib.util import find_spec
 
 # Before transformers is imported: it reads these once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -9,9 +10,13 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 import pytest
 import torch
 
-# Without a GPU kernels run in Triton's interpreter: read when triton is first imported, by whichever test that is.
+# Without a GPU kernels run in Triton's interpreter: read when triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        from interpreter import quicken
+
+        quicken()
 
 # Parallel workers share the cores; small models gain nothing from more than two threads.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
