@@ -22,8 +22,17 @@ if not torch.cuda.is_available():
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, min(2, (os.cpu_count() or 1) // WORKERS)))
 
+# What takes longest, longest first: files are handed to workers in this order, and short ones even out the end.
+LONG = (
+    "ray", "readme", "planner", "estimate", "nodes", "kernels", "training_processes", "exact", "training_trainer",
+    "regret", "session", "training_anchors", "backbone", "condition", "processors", "pruning", "engine", "check",
+    "combinations", "replay", "report", "hub", "arena", "verifiers", "training_readout", "generate", "batch",
+)  # fmt: skip
+
 
 def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     if torch.cuda.is_available():
         return
     for item in items:
