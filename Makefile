@@ -8,7 +8,7 @@ demo: .venv/installed
 
 # All that CI runs.
 test: lint types
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30
 
 lint: .venv/installed
 	$(BIN)/ruff check

@@ -1,6 +1,7 @@
 """Shared test setup: no network, two threads at most, GPU tests only where there is a GPU."""
 
 import os
+from importlib.util import find_spec
 
 # Before transformers is imported: it reads these once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -9,16 +10,29 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 import pytest
 import torch
 
-# Without a GPU kernels run in Triton's interpreter: read when triton is first imported, by whichever test that is.
+# Without a GPU kernels run in Triton's interpreter: read when triton is first imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        from interpreter import quicken
+
+        quicken()
 
 # Parallel workers share the cores; small models gain nothing from more than two threads.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, min(2, (os.cpu_count() or 1) // WORKERS)))
 
+# What takes longest, longest first: files are handed to workers in this order, and short ones even out the end.
+LONG = (
+    "ray", "readme", "planner", "estimate", "nodes", "kernels", "training_processes", "exact", "training_trainer",
+    "regret", "session", "training_anchors", "backbone", "condition", "processors", "pruning", "engine", "check",
+    "combinations", "replay", "report", "hub", "arena", "verifiers", "training_readout", "generate", "batch",
+)  # fmt: skip
+
 
 def pytest_collection_modifyitems(items):
+    place = {f"test_{name}": i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     if torch.cuda.is_available():
         return
     for item in items:

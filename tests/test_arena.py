@@ -28,8 +28,8 @@ NAMES = ("ar", "sequential/b=4", "tree/nodes=6", "overlap/b=2", AUTO)
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.setenv("SELFSPEC_CACHE", str(tmp_path))
-    hf = tiny.model_of()
-    return SelfSpecModel(hf, [tiny.path_of(hf, 0.2), tiny.path_of(hf, 0.2, entry=2)])
+    hf = tiny.shallow()
+    return SelfSpecModel(hf, [tiny.path_of(hf, 0.2), tiny.path_of(hf, 0.2, entry=1)])
 
 
 def table(plain=1.0, row=0.1):
