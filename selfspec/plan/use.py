@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 AWAY = 64  # rounds with other numbers of requests, after which a choice is looked at as if it were new
 
@@ -30,7 +30,7 @@ class Use:
     since: float = 0.0
     lead: float = 0.0
     rate: float = 0.0
-    parts: Sequence[tuple[int, list[int]]] = ()
+    parts: list[tuple[int, list[int]]] = field(default_factory=list)
     keys: Sequence[Hashable] = ()
     wait: int = 0
     pause: int = 4
