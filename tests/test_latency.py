@@ -227,12 +227,21 @@ def test_at_load_a_few_shapes_do():
 
 def test_a_cut_chain_is_not_charged_for_the_head_of_what_it_leaves():
     """Rounds of 128 requests that verified 4 of 16 drafts were foretold to take 1.8 times what they took."""
-    points = [point("clean", 1, r, 1.0) for r in (1, 4, 16)] + [point("draft", 1, r, 2.0) for r in (4, 16)]
+    points = [point("clean", 1, r, 1.0) for r in (1, 4, 16)] + [point("draft", 1, 4, 1.0), point("draft", 1, 16, 2.0)]
     heads = [point("head", 1, 16, 1.2), point("head", 1, 4, 0.3)]
     whole, cut = Plan("sequential", 16), Plan("sequential", 16, verify_length=4)
     without, told = (Costs(LatencyTable(tuple(p), 30)) for p in (points, points + heads))
     assert without.round(cut, 1, 512) == pytest.approx(3.0) == told.round(whole, 1, 512)
     assert told.round(cut, 1, 512) == pytest.approx(1.0 + 2.0 - 0.9)
+
+
+def test_a_cut_chain_takes_at_least_what_a_block_of_its_length_does():
+    """Heads that were timed for one request alone made cuts of 8 requests cost 1.16 ms, which take 1.60."""
+    points = [point("clean", n, r, 1.0) for n in (1, 8) for r in (1, 4, 16)]
+    points += [point("draft", 8, 4, 0.5), point("draft", 8, 16, 0.7), point("draft", 1, 16, 0.47)]
+    points += [point("head", 1, 16, 0.19), point("head", 1, 4, 0.11)]
+    costs = Costs(LatencyTable(tuple(points), 30))
+    assert costs.round(Plan("sequential", 16, verify_length=4), 8, 512) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("heads", [(), ("sampler",)])

@@ -173,7 +173,7 @@ def test_one_slow_round_is_not_believed():
         pace.observe(0, 1, 1.0, 2.0)
     assert pace.factors(1)[0] == pytest.approx(2, rel=0.1)
     assert pace.factors(1)[1] > 1.5  # what never ran is as far off as the rest
-    assert pace.factors(64)[0] > 1.5
+    assert pace.factors(4)[0] > 1.5 and pace.factors(64)[0] < 1.1  # at another load the table errs otherwise
 
 
 def test_easy_and_hard_requests_are_parted_where_that_pays():

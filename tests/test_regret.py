@@ -89,6 +89,13 @@ def test_the_first_text_captures_what_is_chosen_and_no_more():
     assert planner.log[0].why == "first" and planner.switches == 0
 
 
+def test_probes_that_capture_wait_until_they_cost_next_to_nothing():
+    """Two captures of shapes that were then not used took half of a run of 500 rounds."""
+    planner, real = planner_of(20, True), Rounds(table(20), (20,))
+    simulate(planner, real, texts(64, seed=1), setup=60)
+    assert planner.probe.spent > 0 and planner.probe.captured <= 0.005 * planner.probe.total
+
+
 @pytest.mark.parametrize("slots", [1, 16])
 @pytest.mark.parametrize("odds", [80.0, 8.0])
 def test_a_damaged_adapter_costs_next_to_nothing(slots, odds):

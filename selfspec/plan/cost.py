@@ -12,6 +12,7 @@ from selfspec.plan.table import LatencyTable
 
 BUCKETS = 12  # of numbers of requests, by powers of two; larger ones share the last
 STEP = 256  # positions; a table is asked once for all contexts within one step
+FAR = 0.1  # rounds as foretold that what was seen at other loads is set against
 MANY = 256  # requests; and once for all numbers up to this one, since asking takes as long for hundreds as for one
 
 
@@ -51,9 +52,10 @@ class Costs:
         if plan.tree:
             verify = verify + self._time(most, context, "tree", plan.tree_nodes)
         draft = self._time(most, context, "draft", plan.block_size, entry) * (plan.passes if plan.loop else 1)
-        if plan.verify_length:  # what is not verified needs no head
+        if plan.verify_length:  # what is not verified needs no head, but all that a short block of its own needs
             heads = [self._time(most, context, "head", rows) for rows in (plan.block_size, plan.verify_length)]
-            draft = np.maximum(draft - np.maximum(heads[0] - heads[1], 0.0), 0.25 * draft)
+            short = self._time(most, context, "draft", plan.verify_length, entry)
+            draft = np.maximum(draft - np.maximum(heads[0] - heads[1], 0.0), np.minimum(short, draft))
         return verify, draft
 
     def _time(self, most: int, context: int, kind: str, rows: int, entry: int = 0, drafts: int = 0) -> np.ndarray:
@@ -88,7 +90,8 @@ class Pace:
     The table times forwards; rounds also build trees, walk, transfer. A plan that never ran is taken to be as far off
     as others of its mode are, or as plans are on average, so that none wins only because nobody has seen it run.
     What was seen with other numbers of requests counts a quarter for every doubling between: trees that take a fifth
-    longer than foretold for 64 requests need not do so for 2.
+    longer than foretold for 64 requests need not do so for 2. Far from all that was seen the table is taken at its
+    word: its errors at 1 and at 32 requests have little to do with one another.
     Plain decoding is the exception: it is what all is measured against, so until it has run it is taken at its word,
     unless others are faster than theirs.
 
@@ -122,7 +125,7 @@ class Pace:
         near = (self.near[here] @ self.seen[:, 1:].reshape(BUCKETS, -1)).reshape(2, -1)
         alike = near @ self.modes
         count, total = (near @ self.drafts).tolist()
-        general = total / max(count, 1e-9)
+        general = total / (count + FAR)
         factor = (alike[1] + 2 * np.where(self.plain, min(general, 0.0), general)) / (alike[0] + 2)
         factor = (near[1] + 2 * factor) / (near[0] + 2)
         _, weight, ratios = self.seen[here]

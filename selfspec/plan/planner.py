@@ -158,7 +158,7 @@ class Planner:
         self.values = Values(self.plans, self.estimator.index, costs)
         self.index = {p: k for k, p in enumerate(self.plans)}
         self.patience, self.dwell, self.every = patience, dwell, every
-        self.pace, self.probe = Pace([p.mode if p.nodes > 1 else "ar" for p in self.plans]), Probe(probe)
+        self.pace, self.probe = Pace([_alike(p) for p in self.plans]), Probe(probe)
         self.log: deque[Decision] = deque(maxlen=512)
         self.rounds = self.switches = self._learnt = 0
         self.rate = 0.0
@@ -385,6 +385,11 @@ class Planner:
         for use in self._uses.values():  # nor is it held in memory, with the keys and values that it may have kept
             if key in use.keys:
                 use.keys = ()
+
+
+def _alike(plan: Plan) -> str:
+    """Plans of which the table may be expected to err alike."""
+    return "ar" if plan.nodes == 1 else f"{plan.mode} cut" if plan.verify_length else plan.mode
 
 
 def _rate(parts: list[tuple[int, list[int]]], tokens: np.ndarray, ms: np.ndarray) -> float:

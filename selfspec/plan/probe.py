@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from selfspec.plan.planner import Planner
 
 FIRST, LAST = 32, 2048  # rounds to wait after a first probe, and at most
+COLD = 0.25  # of the share, for shapes that have to be captured first: each takes as long as a hundred rounds
 
 
 class Probe:
@@ -30,6 +31,7 @@ class Probe:
     def __init__(self, share: float = 0.02):
         self.share = share
         self.spent = self.total = 0.0  # milliseconds
+        self.captured = 0.0  # of those spent, in captures that were foreseen
         self.round = 0
         self.looked = 0
         self.waits: dict[Family, int] = {}
@@ -48,9 +50,13 @@ class Probe:
         for _, k, family in sorted(self._hopes(planner, n, context), reverse=True):
             ms = planner.costs.round(planner.plans[k], n, context) * float(planner.factors(n)[k])
             length = 2 if planner.plans[k].overlap else 1  # what an overlap saves is verified a round later
-            price = length * (ms + planner.pace.setup(k, n))
+            setup = length * planner.pace.setup(k, n)
+            price = length * ms + setup
             if self.spent + price > self.share * (self.total + price):
                 continue
+            if setup and self.captured + setup > COLD * self.share * (self.total + setup):
+                continue
+            self.captured += setup
             self.waits[family] = min(2 * self.waits.get(family, FIRST // 2), LAST)
             self.due[family] = self.round + self.waits[family]
             self.running = [k] * (length - 1)

@@ -93,8 +93,9 @@ class Recorder:
     def traces(self, same: Callable[[Any], Hashable] = lambda key: key) -> list[Trace]:
         """One a request, or one for all requests that are the same text, as far as all their families go.
 
-        A place where no round started takes what the round before it accepted. Where several did, the one that
-        accepted most counts: the others belong to requests that ended there.
+        A place where no round started takes what the round before it accepted. Where several did, the first counts that
+        was not the last of its request: that one may have been cut by the end. (Of several texts that differ, as in
+        bfloat16 they may, the best at every place would be better than any of them.)
 
         Args:
             same: equal for requests of one text, which several modes decoded.
@@ -105,10 +106,10 @@ class Recorder:
         out = []
         for text, keys in texts.items():
             rounds = [r for key in keys for r in self._rounds[key]]
+            lasting = [r for key in keys for r in self._rounds[key][:-1]]
             found: dict[Family, dict[int, int]] = {}
-            for f, p, t in rounds:
-                starts_of = found.setdefault(f, {})
-                starts_of[p] = max(t, starts_of.get(p, 0))
+            for f, p, t in (*lasting, *(self._rounds[key][-1] for key in keys)):
+                found.setdefault(f, {}).setdefault(p, t)
             total = min(max(p + t for f, p, t in rounds if made_of(f) == kind) for kind in {made_of(f) for f in found})
             accepted = {}
             for family, runs in found.items():

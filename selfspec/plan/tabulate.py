@@ -72,7 +72,7 @@ def shapes(backbone: Backbone, sizes: Sizes) -> list[Shape]:
     turns: list[tuple[int, int, Shape]] = []
     for i, n in _bisected(sizes.requests) if blocks else ():  # a draft's trees know no context
         turns += [(i + j + 2, 3, Shape("tree", n, m, contexts[0], most - 1)) for j, m in enumerate(sizes.trees)]
-        turns += [(i + j + 2, 4, Shape("head", n, b, contexts[0])) for j, b in enumerate(_heads(blocks))]
+        turns += [(i + j + 1, 4, Shape("head", n, b, contexts[0])) for j, b in enumerate(_heads(blocks))]
     for (i, n), (k, c) in product(_bisected(sizes.requests), _bisected(contexts)):
         turns += [(i + j + k, 0, Shape("clean", n, r, c)) for j, r in _bisected(sizes.rows)]
         turns += [(i + j + k + 1, 1, Shape("draft", n, b, c)) for j, b in _bisected(sorted(blocks, reverse=True))]
