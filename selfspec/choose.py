@@ -148,6 +148,8 @@ class Chooser:
             if nodes is None and given is None:
                 return DraftTree(torch.cat([anchor[:, None], _guesses(sampled, scores, seed, start)], 1))
             scores, how = _coupled(sampled, scores, seed, start), _scored(requests, sampled, seed, start)
+            if nodes is not None:
+                scores = condition.heated(scores, how.temperatures)
         if given is not None:
             return condition.propose(anchor, scores, given, nodes, how)
         return chain_of(anchor, scores) if nodes is None else best_first(anchor, scores, nodes)
@@ -327,6 +329,7 @@ def _scored(requests: list[Request], sampled: list[int], seed: Tensor, start: Te
         lambda logits: _draft_scores(requests, logits, _light),
         lambda logits: _draft_scores(requests, logits, lambda r: r.cuts.alone),
         noised,
+        tuple(r.cuts.temperature for r in requests),
     )
 
 

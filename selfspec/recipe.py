@@ -56,6 +56,12 @@ class Recipe:
         """Of these, the steps that look at every score by itself: they also serve some of the vocabulary."""
         return Recipe.of([s for s in self.light.steps if isinstance(s, Pure)])
 
+    @cached_property
+    def temperature(self) -> float:
+        """What scores are divided by."""
+        warm = [s for s in self.steps if isinstance(s, Pure) and s.key[0] == "TemperatureLogitsWarper"]
+        return math.prod(float(s.processor.temperature) for s in warm)
+
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Recipe:
         """The recipe of these steps."""

@@ -219,6 +219,38 @@ def test_a_chain_asks_for_the_noise_of_its_candidates_alone(served, monkeypatch)
             assert int(chain[row, d + 1]) == token
 
 
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_a_low_temperature_leaves_a_tree_its_branches(conditioned):
+    """Divided by 0.05, the drafter's scores seemed sure of every token: trees were chains and accepted less."""
+    _, plain, given = given_of(2, 5)
+
+    def tree(temperature):
+        cuts = LogitsProcessorList([hf.TemperatureLogitsWarper(temperature)])
+        requests = [Request(PROMPT, N, sampling=Sampling(Pipeline(cuts), True, 40 + i)) for i in range(2)]
+        return Chooser().tree(
+            requests, torch.arange(2), torch.tensor([4, 9]), plain, 15, None, given if conditioned else None
+        )
+
+    still = Chooser().tree(
+        [Request(PROMPT, N)] * 2, torch.arange(2), torch.tensor([4, 9]), plain, 15, None, given if conditioned else None
+    )
+    cold, cool = tree(1e-4), tree(0.5)
+    assert torch.equal(cold.tokens, still.tokens) and torch.equal(cold.parents, still.parents)
+    torch.testing.assert_close(cold.scores, still.scores, atol=1e-2, rtol=0)
+    assert not torch.equal(cool.tokens, still.tokens)
+
+
+def test_trees_of_other_temperatures_stand_side_by_side():
+    _, plain, given = given_of(2, 5)
+    kinds = [LogitsProcessorList([hf.TemperatureLogitsWarper(t)]) for t in (0.3, 0.9)]
+    requests = [Request(PROMPT, N, sampling=Sampling(Pipeline(k), True, 40 + i)) for i, k in enumerate(kinds)]
+    both = Chooser().tree(requests, torch.arange(2), torch.tensor([4, 9]), plain, 15, None, given)
+    for i, r in enumerate(requests):
+        alone = dataclasses.replace(given, states=given.states[i : i + 1], before=given.before[i : i + 1])
+        one = Chooser().tree([r], torch.tensor([i]), torch.tensor([4, 9])[i : i + 1], plain[i : i + 1], 15, None, alone)
+        assert torch.equal(one.tokens[0], both.tokens[i]) and torch.equal(one.parents[0], both.parents[i])
+
+
 def test_a_trees_scores_count_the_vocabulary_beside_the_candidates():
     """Without noise they are the head's log-probabilities; with it a candidate's share of what could win."""
     table, plain, given = given_of(2, 3)

@@ -51,11 +51,14 @@ class Scored:
         all: of the vocabulary's width, [N, R, V] -> the same.
         few: of some of its tokens, [N, R, K] -> the same, none of which is banned.
         noised: adds noise; None where drafts are the likeliest tokens.
+        temperatures: by which scores were divided, a number a request. A tree is grown by scores and noise multiplied
+            by them: what a branch may gain is what the drafter errs, which no temperature makes smaller.
     """
 
     all: Callable[[Tensor], Tensor] = lambda logits: logits
     few: Callable[[Tensor], Tensor] = lambda logits: logits
     noised: Noised | None = None
+    temperatures: tuple[float, ...] | None = None
 
 
 PLAIN = Scored()
@@ -76,6 +79,15 @@ class Given:
     states: Tensor
     before: Tensor
     banned: int | None = None
+
+
+def heated(scores: Tensor, temperatures: tuple[float, ...] | None, power: int = 1) -> Tensor:
+    """Scores [N, ...] times each request's temperature to that power: numbers, which a graph can capture."""
+    if temperatures is None or all(t == 1.0 for t in temperatures):
+        return scores
+    if len(set(temperatures)) == 1:
+        return scores * temperatures[0] ** power
+    return torch.stack([s * t**power for s, t in zip(scores, temperatures, strict=True)])
 
 
 def condition_of(backbone: Backbone) -> Condition | None:
@@ -140,11 +152,12 @@ def transitions(given: Given, ids: Tensor, scored: Scored = PLAIN) -> tuple[Tens
     """
 
     def ranked(logits: Tensor, wanted: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-        top, order = tops.among(scored.all(logits), wanted)
+        warm = scored.temperatures
+        top, order = tops.among(heated(scored.all(logits), warm), wanted)
         if scored.noised is None:
             return top, order
         rest = (1 - top.exp().sum(-1, keepdim=True)).clamp(min=0)
-        top = scored.noised(top, wanted.gather(-1, order), place)
+        top = heated(scored.noised(heated(top, warm, -1), wanted.gather(-1, order), place), warm)
         total = torch.logaddexp(top.logsumexp(-1, keepdim=True), rest.log())
         top, again = (top - total).clamp(max=0).sort(dim=-1, descending=True, stable=True)
         return top, order.gather(-1, again)
