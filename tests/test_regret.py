@@ -13,6 +13,7 @@ from selfspec.plan.latency import Latency
 from selfspec.plan.planner import Assignment, Fixed, Planner, View
 from selfspec.plan.simulate import bernoulli, simulate
 from selfspec.plan.table import LatencyTable
+from selfspec.plan.use import Use
 
 AR, LAYERS = Plan("ar", 1), 30
 CLEAN = {
@@ -174,6 +175,18 @@ def test_what_suited_many_requests_is_not_kept_for_few():
     planner.round([View(i, 100) for i in range(64)])
     planner.round([View(i, 100) for i in range(2)])
     assert planner.current == before and planner.log[-1].why in ("keep", "hold")  # it goes on where it stood
+
+
+def test_rounds_of_another_load_were_not_foregone():
+    """A load that came back after 60 rounds of another was taken to have waited 60 rounds for a better plan."""
+    use = Use(plans=(1,), since=40, wait=3, left=100)
+    use.back(103)
+    assert use.wait == 2 and use.since == 40  # two rounds went by elsewhere
+    use.back(161)
+    assert use.wait == 1 and use.since == 40
+    use.left = 100
+    use.back(400)
+    assert use.wait == 1 and use.since == 0
 
 
 def test_trees_that_are_slow_for_many_requests_are_not_taken_to_be_slow_for_few():

@@ -39,6 +39,6 @@ class Use:
     def back(self, number: int) -> None:
         """This is the number of its next round."""
         gone = number - self.left - 1
-        self.wait = min(self.wait, self.pause - gone)
+        self.wait = max(min(self.wait, self.pause - gone), 1)  # 1: it is looked at now; nothing was foregone elsewhere
         if gone > AWAY:
             self.since = self.lead = 0.0
