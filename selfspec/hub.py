@@ -9,10 +9,6 @@ import importlib.util
 import json
 import os
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,7 +26,6 @@ EMBEDDED = {
 FORMAT = 1  # part of the cache key: raise it when what is written changes
 PROBE = 1 << 20  # bytes hashed at each end of a file
 MANIFEST = "manifest.json"
-_ONE = threading.Lock()  # conversion at a time in this process, as each replaces functions of the gguf package
 
 
 def load(
@@ -181,31 +176,12 @@ def convert(gguf: Path, folder: Path) -> None:
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     # Asking for dequantisation also makes transformers forget the quantised origin, which it would refuse to save.
     whole = GgufConfig(dequantize=True)
-    with _read_once():
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=whole)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=whole)
     model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
     # Some releases of transformers fall back to Llama's special tokens here; the model's configuration has the file's.
     for role in ("bos", "eos", "pad", "unk"):
         number = getattr(model.config, f"{role}_token_id", None)
         if isinstance(number, int):
             setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(number))
     tokenizer.save_pretrained(folder)
-
-
-@contextmanager
-def _read_once() -> Iterator[None]:
-    """Keeps what transformers asks of the gguf package again and again, each time for seconds: the file's fields, for
-    configuration, weights and tokenizer, and the map of tensor names, for every module of the model.
-    """
-    import gguf
-
-    with _ONE:
-        kept = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-        try:
-            for name, function in kept.items():
-                setattr(gguf, name, cache(function))
-            yield
-        finally:
-            for name, function in kept.items():
-                setattr(gguf, name, function)
