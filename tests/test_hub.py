@@ -164,22 +164,6 @@ def test_a_killed_conversion_leaves_nothing_that_is_believed(tmp_path, cache, mo
     assert [path for path in cache.iterdir() if path.is_dir()] == [hub.dequantised(file)]
 
 
-def test_a_conversion_reads_its_file_once(tmp_path, cache, monkeypatch):
-    """Fields were read three times and tensor names mapped for every module: 25 of the embedded model's 40 seconds."""
-    read, mapped = [], []
-
-    class Reader(gguf.GGUFReader):
-        def __init__(self, *args):
-            read.append(args)
-            super().__init__(*args)
-
-    names = gguf.get_tensor_name_map
-    monkeypatch.setattr(gguf, "GGUFReader", Reader)
-    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *args: mapped.append(args) or names(*args))
-    hub.dequantised(write_gguf(tmp_path / "tiny.gguf"))
-    assert len(read) == len(mapped) == 1 and gguf.GGUFReader is Reader  # and the package is as it was
-
-
 def test_concurrent_loads_convert_once(tmp_path, cache, conversions):
     file = write_gguf(tmp_path / "tiny.gguf")
     folders = []
