@@ -15,7 +15,7 @@ import torch
 from test_training_trainer import answered, config, tiny
 
 from selfspec.training.batches import Shape
-from selfspec.training.command import stop_on_signal
+from selfspec.training.command import few_threads, stop_on_signal
 from selfspec.training.data import Answer
 from selfspec.training.trainer import Trainer
 
@@ -167,3 +167,16 @@ def test_draws_depend_on_document_and_epoch_alone(answers, tmp_path) -> None:
         drawn.append(seen)
     assert drawn[0] == drawn[1] and len(drawn[0]) > 100
     assert len({(k, tuple(v[0])) for k, v in drawn[0].items()}) == len(drawn[0])
+
+
+def test_a_gpus_host_lays_out_batches_on_one_thread(monkeypatch):
+    told = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    few_threads("cpu")
+    assert told == []  # there the layers themselves run on them
+    few_threads("cuda")
+    assert told == [1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    few_threads("cuda")
+    assert told == [1]  # the user's word stands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -62,6 +63,7 @@ def main(
             raise ValueError("name a model and data: model=FOLDER data=ANSWERS")
         trainer = Trainer(settings)
     stop_on_signal(trainer)
+    few_threads(trainer.device.type)
     report = trainer.train()
     if trainer.world.main:
         say(ending(report, settings.model, trainer.out))
@@ -90,6 +92,17 @@ def ending(report: dict[str, Any], model: str, out: Path) -> str:
         f"trained {report['step']:,} steps; the run is in {out}: report.json, log.jsonl\n"
         f"tau: {found}\nthe adapter is in {adapter}: {use}"
     )
+
+
+def few_threads(device: str) -> None:
+    """Let the host of a GPU lay batches out on one thread, unless the user has said how many.
+
+    They are small: dozens of threads that wait for one another take many times as long where the cores are shared.
+    """
+    if device == "cuda" and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def stop_on_signal(trainer: Trainer) -> None:
