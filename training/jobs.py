@@ -114,9 +114,8 @@ def in_a_process(folder: Path, wanted: TrainConfig, gpu: str | None = None) -> s
     (folder / "config.json").write_text(json.dumps(wanted.to_dict(), indent=1))
     command = [sys.executable, "-P", "-m", "selfspec.training", "--config", str(folder / "config.json")]
     environment = dict(os.environ)
-    if gpu is not None:  # it has its share of the cores, too
+    if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // torch.cuda.device_count())))
     with open(folder / "output.txt", "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         RUNNING.add(process)
