@@ -48,13 +48,13 @@ def told(report: dict[str, Any], seen: Callable[[int], bool]) -> dict[tuple[str,
         report: of the runs.
         seen: whether rounds of so many requests may be looked at.
     """
-    record, door = Record.of(report["record"]), Door()
+    record = Record.of(report["record"])
     costs = Priced(record.table, record.entries, [r for r in record.rounds if seen(r[1])])
     plans, rates = {str(p): p for p, *_ in record.rounds}, list[tuple[str, int, float]]()
     for r in ran(report):
         if r["plan"] in plans and usable(record.traces, [plans[r["plan"]]]):
             tokens = r["tokens"] - r["joined"]  # by rounds; whoever joined has a token of its prompt's
-            out = replayed(record, costs, plans[r["plan"]], r["slots"], r["start"], tokens, door)
+            out = replayed(record, costs, plans[r["plan"]], r["slots"], r["start"], tokens, Door())
             rates.append((r["plan"], r["slots"], (out.tokens + len(out.latency)) / out.ms))  # as many joined as ended
     return _gains(rates)
 

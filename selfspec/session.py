@@ -78,7 +78,6 @@ class Session:
             graphs = Graphs(backbone.device, graphs and capturable(backbone.config))
         self.graphs = graphs
         self.prefixes = Prefixes(self.cache, reuse)
-        self.door = Door()
         self.queue = Joining(backbone, self.cache, self.slots, self.prefixes, self.graphs)
         self.rounds = Rounds(bodies, self.cache, self.slots, self.chooser, self.graphs.enabled)
         self.seats = Seats(slots)
@@ -93,7 +92,7 @@ class Session:
 
     @in_turn
     def use(self, policy: Plan | Policy) -> None:
-        """Go on with other plans; drafts that were saved for the next round are dropped.
+        """Go on with other plans: drafts that were saved for the next round are dropped, and how long requests live.
 
         Raises:
             ValueError: as at the start, or a plan's rows do not fit the cache.
@@ -106,7 +105,7 @@ class Session:
         if any(p.overlap for p in policy.plans):
             longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
             self.slots.save_drafts(longest - 1, self.backbone.vocab_size, self.rounds.width)
-        self.policy, self._saved = policy, None
+        self.policy, self._saved, self.door = policy, None, Door()
         self.rounds = replace(self.rounds, pruning=getattr(policy, "pruning", None))
         self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns
 

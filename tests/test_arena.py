@@ -214,6 +214,17 @@ def test_of_texts_that_differ_the_best_is_not_made_up():
     assert trace.at(Family("known"), 0) == 0 and trace.at(Family("known"), 1) == 5
 
 
+def test_a_cut_chain_does_not_shorten_what_its_family_accepts():
+    """What a chain of four took stood for the whole block's, which shares its family: 2.7 tokens a round, and not 3."""
+    recorder = Recorder()
+    for key, cut, rounds in (("cut", 4, [(0, 4), (4, 4), (8, 1)]), ("whole", None, [(0, 7), (7, 2)])):
+        for before, emitted in rounds:
+            plan = Plan("sequential", 16, verify_length=cut)
+            recorder.note(Assignment((View(key, 9 + before),), plan), [before], [emitted])
+    (trace,) = recorder.traces(lambda key: "text")
+    assert [trace.at(Family("known"), p) for p in (0, 4, 7)] == [6, 3, 1]
+
+
 def test_first_tokens_that_the_host_reads_late_are_not_of_the_clock(model):
     """With graphs a prefill is read a step later: its tokens and seconds counted, though it ran before the clock."""
     arena, late = Arena(model, ["ar"], tiny.RAGGED * 2, 2, 12), []

@@ -188,7 +188,7 @@ def replayed(record: Record, costs: Costs, plan: Plan, slots: int, start: int, t
         slots: requests at a time.
         start: place of the queue at which the run began.
         tokens: that its rounds emitted.
-        door: holds back who joins, as the session's did; it remembers how long requests lived.
+        door: holds back who joins, as the session's did.
 
     Raises:
         ValueError: no text of the queue is known for the plan.

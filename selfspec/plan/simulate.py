@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,7 +75,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._prompt: dict[Hashable, int] = {}
-        self._rounds: dict[Hashable, list[tuple[Family, int, int]]] = {}
+        self._rounds: dict[Hashable, list[tuple[Family, int, int, int]]] = {}  # the last: tokens it could emit at most
 
     def note(self, assignment: Assignment, before: Sequence[int], emitted: Sequence[int]) -> None:
         """Book a round. Plain decoding drafts nothing: its rounds are kept apart from drafts that were refused.
@@ -84,33 +85,41 @@ class Recorder:
             before: tokens that each request's rounds had emitted until then (the prefill's token not among them).
             emitted: tokens that it emitted, bonus included.
         """
-        made, saved = (Family("ar"),) * 2 if assignment.plan.nodes == 1 else families(assignment.plan)
+        plan = assignment.plan
+        made, saved = (Family("ar"),) * 2 if plan.nodes == 1 else families(plan)
+        most = min(plan.nodes, plan.block_size)
         for v, position, tokens in zip(assignment.views, before, emitted, strict=True):
             self._prompt.setdefault(v.key, v.context - position)
             rounds = self._rounds.setdefault(v.key, [])
-            rounds.append((saved if v.saved else made, position, tokens))
+            rounds.append((saved if v.saved else made, position, tokens, most))
 
     def traces(self, same: Callable[[Any], Hashable] = lambda key: key) -> list[Trace]:
         """One a request, or one for all requests that are the same text, as far as all their families go.
 
         A place where no round started takes what the round before it accepted. Where several did, the first counts that
-        was not the last of its request: that one may have been cut by the end. (Of several texts that differ, as in
-        bfloat16 they may, the best at every place would be better than any of them.)
+        was not the last of its request: that one may have been cut by the end. So may one that took all drafts of a
+        chain shorter than others of its family. (Of several texts that differ, as in bfloat16 they may, the best at
+        every place would be better than any of them.)
 
         Args:
             same: equal for requests of one text, which several modes decoded.
         """
         texts: dict[Hashable, list[Hashable]] = {}
+        widest: dict[Family, int] = {}
+        for f, _, _, most in chain.from_iterable(self._rounds.values()):
+            widest[f] = max(most, widest.get(f, 0))
         for key in self._rounds:
             texts.setdefault(same(key), []).append(key)
         out = []
         for text, keys in texts.items():
             rounds = [r for key in keys for r in self._rounds[key]]
             lasting = [r for key in keys for r in self._rounds[key][:-1]]
+            lasting.sort(key=lambda r: r[3] <= r[2] < widest[r[0]])  # stable: the first still comes first
             found: dict[Family, dict[int, int]] = {}
-            for f, p, t in (*lasting, *(self._rounds[key][-1] for key in keys)):
+            for f, p, t, _ in (*lasting, *(self._rounds[key][-1] for key in keys)):
                 found.setdefault(f, {}).setdefault(p, t)
-            total = min(max(p + t for f, p, t in rounds if made_of(f) == kind) for kind in {made_of(f) for f in found})
+            kinds = {made_of(f) for f in found}
+            total = min(max(p + t for f, p, t, _ in rounds if made_of(f) == kind) for kind in kinds)
             accepted = {}
             for family, runs in found.items():
                 starts = np.array(sorted(runs))
