@@ -9,6 +9,7 @@ answers do, and speculation alone pays for the prompts of those that join.
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -278,12 +279,17 @@ def contest(
                 return
             record = turn == warm - 1 and name != AUTO
             arena.run(name, slots, all_texts if record else tokens, record=record)
-    for repeat in range(repeats):
-        if late():
-            return
-        start, at = (repeat * apart) % len(arena.prompts), repeat % len(names)
-        for name in [*names[at:], *names[:at]]:
-            yield arena.run(name, slots, tokens, start)
+    gc.collect()
+    gc.freeze()  # the interpreter looks through all that was recorded now and then: a quarter of a second of some run
+    try:
+        for repeat in range(repeats):
+            if late():
+                return
+            start, at = (repeat * apart) % len(arena.prompts), repeat % len(names)
+            for name in [*names[at:], *names[:at]]:
+                yield arena.run(name, slots, tokens, start)
+    finally:
+        gc.unfreeze()
 
 
 def verdict(runs: Sequence[Run], key: Callable[[Run], float] = lambda r: r.rate) -> dict[str, Any]:

@@ -88,7 +88,8 @@ class Pace:
     """What rounds really take over what the table says, per plan and number of requests (BASTION's online calibration).
 
     The table times forwards; rounds also build trees, walk, transfer. A plan that never ran is taken to be as far off
-    as others of its mode are, or as plans are on average, so that none wins only because nobody has seen it run.
+    as others of its mode are, or as plans are on average, plain decoding among them (other contexts than the table's
+    change all alike), so that none wins or loses only because nobody has seen it run.
     What was seen with other numbers of requests counts a quarter for every doubling between: trees that take a fifth
     longer than foretold for 64 requests need not do so for 2. Far from all that was seen the table is taken at its
     word: its errors at 1 and at 32 requests have little to do with one another.
@@ -121,12 +122,13 @@ class Pace:
             trust: rounds of so many requests that all others are set against.
         """
         here = min((n - 1).bit_length(), BUCKETS - 1)
-        # weights and weighted log ratios: of each plan, of all plans of its mode, of all drafts
+        # weights and weighted log ratios: of each plan, of all plans of its mode, of all plans, of all drafts
         near = (self.near[here] @ self.seen[:, 1:].reshape(BUCKETS, -1)).reshape(2, -1)
         alike = near @ self.modes
-        count, total = (near @ self.drafts).tolist()
-        general = total / (count + FAR)
-        factor = (alike[1] + 2 * np.where(self.plain, min(general, 0.0), general)) / (alike[0] + 2)
+        count, total = near.sum(1).tolist()
+        drafts, of_drafts = (near @ self.drafts).tolist()
+        gain = min(of_drafts / (drafts + FAR), 0.0)
+        factor = (alike[1] + 2 * np.where(self.plain, gain, total / (count + FAR))) / (alike[0] + 2)
         factor = (near[1] + 2 * factor) / (near[0] + 2)
         _, weight, ratios = self.seen[here]
         return np.exp((ratios + trust * factor) / (weight + trust))

@@ -29,7 +29,8 @@ EYE = np.eye(len(STARTS))
 # standard deviations of terms before anything has run: where the adapter tells its acceptance, and where it is guessed
 ALL, ADAPTER, SHAPE, FAMILY, GUESSED = 0.3, (0.2, 1.0), (0.15, 0.6), (0.1, 0.25), 0.25
 TEXT, COPY = 0.85, 1.5  # of texts, to drafts and to what is looked up in them
-DRIFT, TURN = 5e-5, 0.01  # variance that a round adds to shared terms; share of a text's own that a round renews
+DRIFT, TURN = 1.5e-5, 0.01  # variance that a round adds to what all drafts share; share of a text's own it renews
+WANDER = 0.5  # other terms drift in proportion to their variances, or to this deviation's where theirs is wider
 FURTHEST = 2.0  # log odds that a step of the filter moves at most
 AT_ONCE, STEPS = 8, 6  # rounds of a text that a step takes in, and most steps: each goes by its slope
 
@@ -87,8 +88,9 @@ class Estimator:
             wide.append(COPY if self.copied[i] else guess)
         self.of = np.zeros((f, bins, len(wide)))  # whether a term counts in a family at a bin
         np.put_along_axis(self.of, of, 1.0, 2)
-        self.mean, self._wide = np.zeros(len(wide)), np.array(wide)
-        self.doubts, self._diagonal = np.diag(self._wide**2), np.diag_indices(len(wide))
+        self.mean, self.doubts, self._diagonal = np.zeros(len(wide)), np.diag(wide) ** 2, np.diag_indices(len(wide))
+        # texts get easier for all drafts sooner than for one family alone: else what runs is praised for its texts
+        self._drift = DRIFT * np.minimum(np.array(wide), WANDER) ** 2 / ALL**2
 
     def shared(self) -> np.ndarray:
         """Conditional acceptance of all families, on a text like any. [F, DEPTH]"""
@@ -185,7 +187,7 @@ class Estimator:
         bound = (COPY if copied else TEXT) ** 2 / texts
         fixed = np.zeros(len(keys)) if copied else self.effect.weighed(features, len(keys))
         rounds = seen[0, :, 0] / texts  # [n]
-        self.doubts[self._diagonal] += DRIFT * float(rounds.max()) * self._wide
+        self.doubts[self._diagonal] += float(rounds.max()) * self._drift
         surprise = [
             self._learn(f, self.own.setdefault(k, _Text(texts)), copied, bound, rounds[i], float(fixed[i]), *seen[:, i])
             for i, k in enumerate(keys)

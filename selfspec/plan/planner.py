@@ -196,13 +196,15 @@ class Planner:
         use = self._used(n)
         use.since += 1
         use.wait -= 1
-        due = use.since <= 4 * self.dwell or use.wait <= 0 or keys != use.keys
+        fresh = use.since <= 4 * self.dwell
+        due = fresh or use.wait <= 0 or keys != use.keys
         probed = None
         # a GPU should never wait for the host: what there is to think of is spread over the rounds
         if self.probe.running or (not due and use.wait == self.every // 2):
             probed = self.probe.next(self, n, views.context)
-        if not due and probed is None:
-            if use.wait == 1:
+        later = due and not fresh and self._learnt < self.rounds - 1 and not self.split  # first of what was, then of it
+        if (later or not due) and probed is None:
+            if later or use.wait == 1:
                 self.learn()
             return self._assigned(views, use.parts)
         tokens, ms = self._expected(views, keys)
@@ -290,7 +292,7 @@ class Planner:
         self.switches += bool(use.plans) and chosen != use.plans
         use.plans, use.since, use.lead, use.rate = chosen, 0, 0.0, rate
         self.rate = rate
-        self.probe.used({f for k in chosen for f in families(self.plans[k])})
+        self.probe.used({f for k in chosen for f in families(self.plans[k])}, n)
         return best, why
 
     def _parts(

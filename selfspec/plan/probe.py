@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from selfspec.plan.planner import Planner
 
 FIRST, LAST = 32, 2048  # rounds to wait after a first probe, and at most
+UNTIMED = 0.06  # of its time, what a plan may be faster than foretold that never ran with so many requests
 COLD = 0.25  # of the share, for shapes that have to be captured first: each takes as long as a hundred rounds
 
 
@@ -21,8 +22,9 @@ class Probe:
     """Decides when a family of drafts that is not in use gets a round.
 
     It does when the best that can be hoped of it would beat what is in use: its estimate, the odds of failing lowered
-    by how little, and how long ago, it was tried. Where even that would not win, as with drafts that cost more than
-    all of them are worth, nothing is ever probed.
+    by how little, and how long ago, it was tried, and its time where that is foretold. Where even that would not win, as
+    with drafts that cost more than all of them are worth, nothing is ever probed. Waits that double are those of about
+    as many requests: what does not pay for one may for many.
 
     Args:
         share: of the time that may go into probes.
@@ -34,9 +36,8 @@ class Probe:
         self.captured = 0.0  # of those spent, in captures that were foreseen
         self.round = 0
         self.looked = 0
-        self.waits: dict[Family, int] = {}
-        self.due: dict[Family, int] = {}
-        self.last: dict[Family, int] = {}  # round in which a family ran last
+        self.waits: dict[tuple[int, Family], int] = {}  # by doublings of the number of requests
+        self.due: dict[tuple[int, Family], int] = {}
         self.running: list[int] = []  # plans still to run
         self._marked: Plan | None = None
 
@@ -57,8 +58,9 @@ class Probe:
             if setup and self.captured + setup > COLD * self.share * (self.total + setup):
                 continue
             self.captured += setup
-            self.waits[family] = min(2 * self.waits.get(family, FIRST // 2), LAST)
-            self.due[family] = self.round + self.waits[family]
+            turn = _doublings(n), family
+            self.waits[turn] = min(2 * self.waits.get(turn, FIRST // 2), LAST)
+            self.due[turn] = self.round + self.waits[turn]
             self.running = [k] * (length - 1)
             return self._marked_as(planner, k)
         return None
@@ -71,14 +73,16 @@ class Probe:
         curves = harder(estimator.shared(), np.exp(-doubt)[:, None])  # [F, DEPTH]
         many = np.full(1, 1 << 30)
         tokens, hit = values.tokens(curves.cumprod(1)[:, None], many, many)
-        ms = values.ms(np.array([n]), context, hit)[:, 0] * planner.factors(n)  # [K]
+        timed = [planner.pace.known(k, n) > 0 for k in range(len(planner.plans))]
+        ms = values.ms(np.array([n]), context, hit)[:, 0] * planner.factors(n) * np.where(timed, 1, 1 - UNTIMED)  # [K]
         hope = n * tokens[0] / ms
         found: dict[Family, tuple[float, int, Family]] = {}
         for k in np.argsort(-hope).tolist():
             if hope[k] <= planner.rate:
                 break
             family = families(planner.plans[k])[1]
-            if family not in used and planner.plans[k].nodes > 1 and self.round >= self.due.get(family, 0):
+            due = self.due.get((_doublings(n), family), 0)
+            if family not in used and planner.plans[k].nodes > 1 and self.round >= due:
                 found.setdefault(family, (float(hope[k]), k, family))
         return list(found.values())
 
@@ -86,18 +90,20 @@ class Probe:
         self._marked = planner.plans[k]
         return k
 
-    def used(self, in_use: Iterable[Family]) -> None:
-        """Plans were chosen: their families' back-off ends."""
+    def used(self, in_use: Iterable[Family], n: int) -> None:
+        """Plans were chosen for n requests: their families' back-off ends."""
         for f in in_use:
-            self.waits.pop(f, None)
-            self.due.pop(f, None)
+            self.waits.pop((_doublings(n), f), None)
+            self.due.pop((_doublings(n), f), None)
 
     def observe(self, plan: Plan, ms: float) -> None:
         """Book a round."""
         self.round += 1
         self.total += ms
-        for f in families(plan):
-            self.last[f] = self.round
         if plan == self._marked:
             self.spent += ms
             self._marked = None
+
+
+def _doublings(n: int) -> int:
+    return (n - 1).bit_length()

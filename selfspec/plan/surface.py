@@ -20,7 +20,7 @@ class Surface:
     Monotone: a smaller forward could be padded to a larger one, so it costs no more than the cheapest larger one that
     was measured; what a measurement shows beyond that is noise, which only ever adds time.
 
-    Beyond the ranges: as F and K go on from the last measured cell. In proportion to requests alone, 32 requests of one
+    Beyond the ranges: as F and K go on from the last measured cell, and K below the first context, too. In proportion to requests alone, 32 requests of one
     row would cost 32 forwards, and drafts that lose would seem to win as they do for one request. Where F ends too, in
     proportion to rows: an upper bound as long as a forward has fixed costs, so that nothing wins by hope.
 
@@ -74,7 +74,7 @@ class Surface:
         slab = _along(self.grid, 2, self.axes[2], np.asarray(context, float))  # [requests, rows]
         line = _along(slab, 1, self.axes[1], np.asarray(within))  # [requests]
         ms = _along(line, 0, self.axes[0], inside)
-        reading = self.per_position * inside * min(float(context), self.axes[2][-1])
+        reading = self.per_position * inside * np.clip(float(context), self.axes[2][0], self.axes[2][-1])
         growth = self._work(n * r) / self._work(inside * within)
         return (ms - reading) * growth + self.per_position * n * float(context)
 

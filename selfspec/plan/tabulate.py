@@ -34,12 +34,12 @@ class Sizes:
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
-    contexts: tuple[int, ...] = (512, 2048, 8192)
+    contexts: tuple[int, ...] = (256, 2048, 8192)
     blocks: tuple[int, ...] = BLOCKS
     trees: tuple[int, ...] = (15, 63)
 
 
-def at_load(slots: int, context: int = 512) -> Sizes:
+def at_load(slots: int, context: int = 256) -> Sizes:
     """The few sizes that a planner needs for so many requests at a time."""
     requests = (1, *(n for n in (8, 32, 128) if n < slots), slots)
     return Sizes((1, 4, 16, 32, 64, 256), tuple(dict.fromkeys(requests)), (context,), (4, 16))
@@ -177,7 +177,7 @@ def _fits(backbone: Backbone, s: Shape) -> bool:
 def table_for(
     backbone: Backbone,
     slots: int = 1,
-    context: int = 512,
+    context: int = 256,
     seconds: float = 10.0,
     graph: bool | None = None,
     shared: Sequence[Latency] = (),
