@@ -22,9 +22,9 @@ class Probe:
     """Decides when a family of drafts that is not in use gets a round.
 
     It does when the best that can be hoped of it would beat what is in use: its estimate, the odds of failing lowered
-    by how little, and how long ago, it was tried, and its time where that is foretold. Where even that would not win, as
-    with drafts that cost more than all of them are worth, nothing is ever probed. Waits that double are those of about
-    as many requests: what does not pay for one may for many.
+    by how little, and how long ago, it was tried, and its time lowered where it is only foretold. Where even that would
+    not win, as with drafts that cost more than all of them are worth, nothing is ever probed. Waits that double are
+    those of about as many requests: what does not pay for one may for many.
 
     Args:
         share: of the time that may go into probes.
