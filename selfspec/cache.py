@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from selfspec import kernels
 from selfspec.rows import RowLayout, steps
 from selfspec.transfer import onto
 
@@ -176,12 +177,13 @@ class KVCache:
             start: [n] long, where each request's tail began in that forward.
             first: slot of the first request.
         """
-        n, depth = rows.shape
-        requests = steps(self.slots, rows.device)[first : first + n, None]
-        src, dst = start[:, None] + rows, start[:, None] + steps(depth, rows.device)
         for pool in self.pools:
-            by_slot = pool.transpose(2, 3)  # [stores, slots, S, Hkv, D]
-            by_slot[:, requests, dst] = by_slot[:, requests, src]  # gathered whole before it is written
+            if kernels.serve(pool):
+                from selfspec.kernels.compact import compact
+
+                compact(pool, rows, start, first)
+            else:
+                moved(pool, rows, start, first)
 
     def move(self, sources: list[int], targets: list[int], ahead: int = 0) -> None:
         """Copy requests' committed positions to other slots, over what stood there; no slot may be in both lists.
@@ -208,6 +210,15 @@ class KVCache:
     def crop(self, length: int, slot: int = 0) -> None:
         """Forget a request's positions from `length` on."""
         self.lengths[slot] = min(self.lengths[slot], length)
+
+
+def moved(pool: Tensor, rows: Tensor, start: Tensor, first: int) -> None:
+    """`KVCache.compact` in some stores, by torch. pool: [stores, slots, Hkv, S, D]"""
+    n, depth = rows.shape
+    requests = steps(pool.shape[1], rows.device)[first : first + n, None]
+    src, dst = start[:, None] + rows, start[:, None] + steps(depth, rows.device)
+    by_slot = pool.transpose(2, 3)  # [stores, slots, S, Hkv, D]
+    by_slot[:, requests, dst] = by_slot[:, requests, src]  # gathered whole before it is written
 
 
 class PrefixCache:

@@ -145,6 +145,7 @@ def groups(dtype, every):
 
 
 def walks(dtype, every):
+    from selfspec.kernels.compact import compact
     from selfspec.kernels.paths import paths
     from selfspec.kernels.settle import move_on
     from selfspec.kernels.walk import walk
@@ -153,6 +154,7 @@ def walks(dtype, every):
     walk(nodes, nodes, nodes)
     walk(nodes, None, nodes)
     paths(torch.zeros(2, 33, 33, dtype=torch.bool))
+    compact(rand(2, 2, 3, 64, 64, dtype=dtype), nodes[:, :17], nodes[:, 0], 0)
     for ready in (None, nodes[:, 0] > 0):
         move_on(nodes, nodes[:, 0], nodes[:, 1], nodes[:, 2], nodes[:, :17], ready)
 

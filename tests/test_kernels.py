@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from selfspec import decode, kernels, rows, sampling
+from selfspec import cache, decode, kernels, rows, sampling
 from selfspec.adapters import path as mask_path
 from selfspec.draft import DraftTree
-from selfspec.kernels import enter, noise, norm, paths, rotary, settle, walk
+from selfspec.kernels import compact, enter, noise, norm, paths, rotary, settle, walk
 from selfspec.kernels import linear as linears
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.tiles import TILES, Tile, guess, tile
@@ -228,6 +228,21 @@ def test_what_is_emitted_is_written_as_by_torch(depth, ready):
         assert all(torch.equal(a, b) for a, b in zip(states[0][1:], states[1][1:], strict=True))
 
 
+@pytest.mark.parametrize("n, depth, width", [(1, 2, 4), (3, 5, 24), (2, 16, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_accepted_rows_move_as_by_torch(n, depth, width, dtype):
+    """Any rows, also such that are another's target, and slots on both sides that stay as they are."""
+    generator, make = draws(n, dtype)
+    pool = make(3, n + 2, 2, 40, width)
+    at = torch.randint(0, 40 - 18, (n,), generator=generator).to(DEVICE)
+    nodes = torch.randint(0, 18, (n, depth + 2), generator=generator).to(DEVICE)
+    for accepted in (nodes[:, :depth], nodes.sort(1).values[:, 2:]):  # neither is contiguous
+        want, got = pool.clone(), pool.clone()
+        cache.moved(want, accepted, at, 1)
+        compact.compact(got, accepted, at, 1)
+        assert torch.equal(got, want) and not torch.equal(want, pool)
+
+
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
     """For sm_90, without a device: the interpreter runs much that a compiler refuses."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
@@ -245,6 +260,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
             "_few",
             "_walk",
             "_settle",
+            "_compact",
             "_partial",
             "_combine",
         ),

@@ -20,10 +20,10 @@ class Surface:
     Monotone: a smaller forward could be padded to a larger one, so it costs no more than the cheapest larger one that
     was measured; what a measurement shows beyond that is noise, which only ever adds time.
 
-    Beyond the ranges: as F and K go on from the last measured cell, and K below the first context, too. In proportion to
-    requests alone, 32 requests of one row would cost 32 forwards, and drafts that lose would seem to win as they do for
-    one request. Where F ends too, in proportion to rows: an upper bound as long as a forward has fixed costs, so that
-    nothing wins by hope.
+    Beyond the ranges: as F and K go on from the last measured cell, and K below the first context, too. In proportion
+    to requests alone, 32 requests of one row would cost 32 forwards, and drafts that lose would seem to win as they do
+    for one request. Where F ends too, in proportion to rows: an upper bound as long as a forward has fixed costs, so
+    that nothing wins by hope.
 
     Args:
         cells: measured milliseconds.
