@@ -1,4 +1,4 @@
-"""Moving accepted rows to the front of a forward's tail, in all layers at once; `selfspec.cache.moved` is the reference.
+"""Moving accepted rows to the front of a forward's tail, in all layers at once; the reference: `selfspec.cache.moved`.
 
 Indexing by torch takes 64-bit arithmetic for every number that moves, once to read and once to write.
 """
