@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation import StoppingCriteriaList
 
+from selfspec.draft.lookup import Copied
 from selfspec.past import PastText
 from selfspec.recipe import Recipe, cuts_of, recipe_of
 from selfspec.sampling import Sampling
@@ -41,6 +42,7 @@ class Request:
         slot: the cache slot that it holds in its session.
         past: keys and values of a text that it continues; once it has ended, its own if `keep_past` says so.
         keep_past: keep them.
+        copied: says what lookup would guess of its text, where a planner listens; its session makes it.
     """
 
     prompt: list[int]
@@ -61,6 +63,7 @@ class Request:
     slot: int | None = None
     past: PastText | None = None
     keep_past: bool = False
+    copied: Copied | None = None
     _text: Tensor | None = None
     _written: int = 0  # tokens of prompt and output that stand in it
     _fresh: list[int] = field(default_factory=list)

@@ -11,6 +11,7 @@ from itertools import compress
 
 import numpy as np
 
+from selfspec.draft.lookup import Copied
 from selfspec.plan.views import Views
 from selfspec.request import Request
 
@@ -87,9 +88,10 @@ class Seats:
         self.free.remove(slot)
         self.requests[slot], request.slot, self._rows = request, slot, None
 
-    def start(self, request: Request) -> None:
-        """Its prompt is through."""
+    def start(self, request: Request, copies: bool = False) -> None:
+        """Its prompt is through. copies: say of its tokens which would have been looked up."""
         assert request.slot is not None
+        request.copied = Copied(request.prompt + request.output) if copies else None
         self.decoding[request.slot], self._rows = request, None
         self._kinds[request.kind] += 1
         self.new.append(request)

@@ -33,6 +33,7 @@ from selfspec.turns import in_turn
 __all__ = ["Request", "Session"]
 
 IDLE = Request([0], 1)  # in the place of nobody
+FEW = 16  # requests at a time, of whose texts the host looks for copies
 KEYS = 256  # the smallest K of a graph; the others are its doubles
 
 
@@ -108,6 +109,7 @@ class Session:
         self.policy, self._saved, self.door = policy, None, Door()
         self.rounds = replace(self.rounds, pruning=getattr(policy, "pruning", None))
         self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns
+        self._hears = self._asks and any(p.lookup for p in policy.plans)
 
     def suits(self, policy: Policy, capacity: int, verify: str) -> bool:
         """Whether other plans and texts of this length fit."""
@@ -338,7 +340,7 @@ class Session:
         if planned is not None:
             if planned.views and landed.kept:  # in large batches somebody has left since every other round
                 emitted, gone, ready = landed.told(flight)
-                known = Assignment(Views.of(planned.views).found(self._drafted), planned.plan)
+                known = Assignment(Views.of(planned.views).found(self._drafted).heard(landed.copied), planned.plan)
                 seconds = sum(laps.values())
                 self.policy.observe(known, emitted, seconds, gone, ready, cold=not flight.warm)
             self._drafted = landed.drafted
@@ -356,7 +358,7 @@ class Session:
             self.slots.left[which] = budget
             self._saved = None
             for r in through:
-                self.seats.start(r)
+                self.seats.start(r, self._hears and self.taken <= FEW)
         for r, count in run:
             r.stats.prompt_tokens += count
         one = torch.ones_like(tokens)

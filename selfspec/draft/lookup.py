@@ -6,11 +6,14 @@ no forward, and pays where answers quote their prompt or repeat themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
 from selfspec.draft import DraftTree
 
+MEMORY = 1024  # tokens of a text that the host looks back on
 LONGEST, SHORTEST = 3, 2  # n-grams looked up; single tokens match too much
 
 
@@ -40,3 +43,36 @@ def lookup(text: Tensor, start: Tensor, size: int) -> DraftTree:
     known = (end >= 0)[:, None] & (at <= start[:, None])
     guesses = torch.where(known, text.gather(1, at.clamp(max=width - 1)), -1)
     return DraftTree(torch.cat([text.gather(1, start[:, None]), guesses], 1))
+
+
+class Copied:
+    """What `lookup` would have guessed of a text, told as the text is written: no round has to try it.
+
+    Args:
+        text: so far; of a long one the end.
+    """
+
+    def __init__(self, text: Sequence[int]):
+        self.text: list[int] = []
+        self.behind: dict[tuple[int, ...], int] = {}  # n-gram -> place of what followed its last occurrence
+        self._write(text[-MEMORY:])
+
+    def _write(self, tokens: Iterable[int]) -> None:
+        text, behind = self.text, self.behind
+        for token in tokens:
+            for length in range(SHORTEST, min(LONGEST, len(text)) + 1):
+                behind[tuple(text[-length:])] = len(text)
+            text.append(token)
+
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Append what was emitted. Returns how many of its first tokens would have been guessed."""
+        text, right = self.text, 0
+        grams = (tuple(text[-n:]) for n in range(LONGEST, SHORTEST - 1, -1) if len(text) >= n)
+        at = next((self.behind[g] for g in grams if g in self.behind), None)
+        if at is not None:
+            for guess, token in zip(text[at:], tokens, strict=False):
+                if guess != token:
+                    break
+                right += 1
+        self._write(tokens)
+        return right

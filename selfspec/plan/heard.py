@@ -6,10 +6,11 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from selfspec.plan import Plan
+from selfspec.plan import BLOCKS, Plan
 from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.views import Views
 
+LOOKUP = Plan("lookup", BLOCKS[-1])
 POOL = ("all requests",)  # the key of a batch that is taken as one
 
 
@@ -30,15 +31,29 @@ class Heard:
         """Keep a round.
 
         Args:
-            plan: with drafts.
+            plan: that ran; of plain decoding only what it shows of copies is kept.
             views: of its requests.
             emitted: tokens of each.
             ended: whether each ended.
             pool: book all requests as one.
         """
+        if views.copied is not None and not plan.lookup:
+            self._overhear(views, views.copied, emitted, pool)
+        if plan.nodes == 1:
+            return
         if pool:  # requests that have left are not held in memory
             views = views.of_keys([*POOL] * len(views))
         self._rounds.setdefault((plan, pool), []).append((views, emitted, ended))
+
+    def _overhear(self, views: Views, copied: Sequence[int | None], emitted: Sequence[int], pool: bool) -> None:
+        """Keep what lookup would have done in a round: as far as it went on like the text, and no further."""
+        who = [i for i, right in enumerate(copied) if right is not None and emitted[i]]
+        if not who or not any(k.source == "lookup" for k in self.estimator.kinds):
+            return
+        right = [copied[i] or 0 for i in who]
+        some = Views([views.keys[i] for i in who], [views.contexts[i] for i in who], views.ends[who], views.reach)
+        all_right = [r >= emitted[i] for r, i in zip(right, who)]
+        self.add(LOOKUP, some, [r + 1 for r in right], all_right, pool)
 
     def tell(self) -> None:
         """Tell the estimator which drafts were accepted."""

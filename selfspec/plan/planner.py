@@ -355,8 +355,7 @@ class Planner:
             cold: it was compiled or captured first: its seconds are the price of a first use.
         """
         plan, views, k = assignment.plan, Views.of(assignment.views), self.index[assignment.plan]
-        if plan.nodes > 1:
-            self.heard.add(plan, views, emitted, ended, self._judged(views.keys) is POOL)
+        self.heard.add(plan, views, emitted, ended, self._judged(views.keys) is POOL)
         if plan.overlap and hits is not None:
             there = [hit for hit, tokens in zip(hits, emitted, strict=True) if tokens]
             self.values.saw(k, sum(there), len(there))

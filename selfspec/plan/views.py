@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -48,6 +48,8 @@ class Views(Sequence[View]):
         missed: [n] bool, likewise.
         lookups: [n], likewise; None where nobody looked.
         features: [n] float, nan where one is not known; None where none is.
+        copied: [n] tokens of the round that lookup would have guessed, whatever ran, None for whom nobody looked; once
+            the round has been read.
     """
 
     keys: list[Any]
@@ -58,6 +60,7 @@ class Views(Sequence[View]):
     missed: list[bool] = field(default_factory=list)
     lookups: list[int | None] | None = None
     features: np.ndarray | None = None
+    copied: list[int | None] | None = None
 
     @staticmethod
     def of(views: Sequence[View]) -> Views:
@@ -132,6 +135,10 @@ class Views(Sequence[View]):
             return self
         saved = [s and id(key) in drafted for s, key in zip(self.saved, self.keys, strict=True)]
         return replace(self, saved=saved, missed=[s and not there for s, there in zip(self.saved, saved)])
+
+    def heard(self, copied: Mapping[int, int]) -> Views:
+        """The same, and what was heard of copies in the texts. copied: by id of the request."""
+        return replace(self, copied=[copied.get(id(key)) for key in self.keys]) if copied else self
 
     def offered(self, plan: Plan) -> np.ndarray:
         """Drafts that each request can accept; a tree's depth counts, not its nodes. [n] long"""
