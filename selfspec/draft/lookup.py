@@ -70,7 +70,7 @@ class Copied:
         grams = (tuple(text[-n:]) for n in range(LONGEST, SHORTEST - 1, -1) if len(text) >= n)
         at = next((self.behind[g] for g in grams if g in self.behind), None)
         if at is not None:
-            for guess, token in zip(text[at:], tokens, strict=False):
+            for guess, token in zip(text[at : at + len(tokens)], tokens, strict=False):
                 if guess != token:
                     break
                 right += 1
