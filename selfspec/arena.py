@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from selfspec.explain import Watched
+from selfspec.joining import Door
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.plan.latency import sync
@@ -178,7 +179,7 @@ class Arena:
         first = set[Request]()  # whose prompts went through before the clock, though the host may read of it later
         with _calibration(self.model, self.calibrated):
             session.use(watched)
-            session.limit = slots
+            session.limit, session.door = slots, Door()  # how long requests of other plans lived says nothing
             try:
                 while out.tokens < tokens:
                     if n := session.room(slots + 1):  # the queue has no end

@@ -89,6 +89,11 @@ class Request:
         return self.recipe is None and not self.drawn
 
     @property
+    def handed(self) -> list[int]:
+        """Its output but for what was chosen one by one and is not handed out yet (`take`)."""
+        return self.output[: len(self.output) - len(self._fresh)]
+
+    @property
     def keeps(self) -> bool:
         """Whether scores or logits of its tokens are kept."""
         return self.sampling is not None and (self.sampling.keep_scores or self.sampling.keep_logits)

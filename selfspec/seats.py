@@ -91,14 +91,14 @@ class Seats:
     def start(self, request: Request, copies: bool = False) -> None:
         """Its prompt is through. copies: say of its tokens which would have been looked up."""
         assert request.slot is not None
-        request.copied = Copied(request.prompt + request.output) if copies else None
+        request.copied = Copied(request.prompt + request.handed) if copies else None
         self.decoding[request.slot], self._rows = request, None
         self._kinds[request.kind] += 1
         self.new.append(request)
 
     def leave(self, request: Request) -> int:
         """Free a request's slot. Returns it."""
-        slot, request.slot, self._rows = request.slot, None, None
+        slot, request.slot, request.copied, self._rows = request.slot, None, None, None
         assert slot is not None
         if self.decoding[slot] is not None:
             self._kinds[request.kind] -= 1

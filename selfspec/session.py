@@ -79,7 +79,7 @@ class Session:
             graphs = Graphs(backbone.device, graphs and capturable(backbone.config))
         self.graphs = graphs
         self.prefixes = Prefixes(self.cache, reuse)
-        self.queue = Joining(backbone, self.cache, self.slots, self.prefixes, self.graphs)
+        self.door, self.queue = Door(), Joining(backbone, self.cache, self.slots, self.prefixes, self.graphs)
         self.rounds = Rounds(bodies, self.cache, self.slots, self.chooser, self.graphs.enabled)
         self.seats = Seats(slots)
         self.requests = self.seats.requests  # by slot
@@ -93,7 +93,7 @@ class Session:
 
     @in_turn
     def use(self, policy: Plan | Policy) -> None:
-        """Go on with other plans: drafts that were saved for the next round are dropped, and how long requests live.
+        """Go on with other plans; drafts that were saved for the next round are dropped.
 
         Raises:
             ValueError: as at the start, or a plan's rows do not fit the cache.
@@ -106,10 +106,10 @@ class Session:
         if any(p.overlap for p in policy.plans):
             longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
             self.slots.save_drafts(longest - 1, self.backbone.vocab_size, self.rounds.width)
-        self.policy, self._saved, self.door = policy, None, Door()
+        self.policy, self._saved = policy, None
         self.rounds = replace(self.rounds, pruning=getattr(policy, "pruning", None))
         self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns
-        self._hears = self._asks and any(p.lookup for p in policy.plans)
+        self._hears = self._asks and {p.lookup for p in policy.plans} == {False, True}
 
     def suits(self, policy: Policy, capacity: int, verify: str) -> bool:
         """Whether other plans and texts of this length fit."""

@@ -7,7 +7,7 @@ from tiny import SLIGHT, model_of, reference
 
 from selfspec import joining
 from selfspec.backbone import Backbone
-from selfspec.joining import LIVES, Door
+from selfspec.joining import Door
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.serving.engine import Engine
@@ -95,13 +95,3 @@ def test_prompts_of_very_different_lengths_do_not_share_a_forward(monkeypatch):
         session.step()
         ran.append(len([r for r in before if r not in session.joining]))
     assert ran == [2, 2, 1]
-
-
-def test_what_other_plans_made_of_requests_does_not_hold_back_new_ones():
-    """A run's first requests waited as long as the mode before it lived, so that runs of one plan differed by 4 %."""
-    session = Session(Backbone(model_of()), Plan("ar"), 8, 64)
-    for _ in range(99):
-        session.door.left(2)
-    assert session.door.lived < LIVES / 2
-    session.use(Plan("ar"))
-    assert session.door.lived == LIVES

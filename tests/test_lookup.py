@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from tiny import model_of, path_of, reference, shallow
+from transformers import LogitsProcessor
 
 from selfspec import SelfSpecModel
 from selfspec.draft.lookup import Copied, lookup
@@ -12,6 +13,8 @@ from selfspec.plan import Plan
 from selfspec.plan.estimate import Estimator, Family
 from selfspec.plan.heard import Heard
 from selfspec.plan.views import View, Views
+from selfspec.request import Request
+from selfspec.seats import Seats
 
 
 def naive(tokens: list[int], n: int) -> list[int]:
@@ -95,3 +98,30 @@ def test_a_planner_hears_of_copies_and_nobody_else_looks(mode, monkeypatch):
     model = SelfSpecModel(hf, path_of(hf, 0.2))
     out = model.generate([[3, 4, 5, 3, 4]], max_new_tokens=20, eos_token_id=None, mode=mode)
     assert [t for some in told for t in some] == (out[0, 5:].tolist() if mode == "auto" else [])
+
+
+def test_the_first_token_of_one_chosen_by_one_is_heard_once(monkeypatch):
+    """It stood in the output before the text was followed, and was appended again; and texts were kept for good."""
+    made, real = [], Copied.__init__
+    monkeypatch.setattr(Copied, "__init__", lambda self, text: (made.append(self), real(self, text))[1])
+
+    class Custom(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores
+
+    hf = shallow()
+    model = SelfSpecModel(hf, path_of(hf, 0.2))
+    out = model.generate(
+        [[3, 4, 5, 3, 4]], max_new_tokens=8, eos_token_id=None, mode="auto", logits_processor=[Custom()]
+    )
+    assert made[0].text == out[0].tolist()
+
+
+def test_what_followed_a_text_goes_with_its_slot():
+    request = Request([3, 4, 5], 4)
+    seats = Seats(1)
+    seats.take(request, 0)
+    seats.start(request, copies=True)
+    assert request.copied is not None
+    seats.leave(request)
+    assert request.copied is None

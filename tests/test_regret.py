@@ -196,3 +196,28 @@ def test_trees_that_are_slow_for_many_requests_are_not_taken_to_be_slow_for_few(
         pace.observe(2, 64, 1.0, 1.4)
     chain, tree = pace.factors(2)[1:]
     assert chain == pytest.approx(1, abs=0.02) and tree < 1.1 and pace.factors(32)[2] > 1.25
+
+
+def test_a_comparison_is_put_off_once():
+    """What was due was put off in every round that followed others of another load, and there for good."""
+    planner = planner_of(0, False)
+    seen = {1: 0, 2: 0}
+    for turn in range(200):
+        n = 2 if turn % 4 else 1  # alone once in four rounds
+        views = [View(f"{n} {turn // 8} {i}", 50 + turn) for i in range(n)]
+        (assignment,) = planner.round(views)
+        planner.observe(assignment, [2] * n, 1e-3)
+        if turn > 100:
+            seen[n] += planner.log[-1].number == planner.rounds
+    assert seen[1] > 3 and seen[2] > 3
+
+
+def test_beyond_the_table_somebody_always_runs():
+    """Where no round was ever timed, plain decoding ran as a probe, and then nothing had been compared."""
+    planner = planner_of(0, False)
+    n = planner.costs.table.reach + 1
+    for turn in range(40):
+        views = [View(i, 50 + turn) for i in range(n)]
+        (assignment,) = planner.round(views)
+        assert len(assignment.views) == n
+        planner.observe(assignment, [1] * n)

@@ -90,7 +90,9 @@ class Estimator:
         np.put_along_axis(self.of, of, 1.0, 2)
         self.mean, self.doubts, self._diagonal = np.zeros(len(wide)), np.diag(wide) ** 2, np.diag_indices(len(wide))
         # texts get easier for all drafts sooner than for one family alone: else what runs is praised for its texts
-        self._drift = DRIFT * np.minimum(np.array(wide), WANDER) ** 2 / ALL**2
+        drift = DRIFT * np.minimum(np.array(wide), WANDER) ** 2 / ALL**2
+        self._drift = np.stack([drift, drift])  # by rounds of drafts, and by what is heard of copies beside them
+        self._drift[1, :first] = self._drift[1, first + np.flatnonzero(~self.copied)] = 0
 
     def shared(self) -> np.ndarray:
         """Conditional acceptance of all families, on a text like any. [F, DEPTH]"""
@@ -187,7 +189,7 @@ class Estimator:
         bound = (COPY if copied else TEXT) ** 2 / texts
         fixed = np.zeros(len(keys)) if copied else self.effect.weighed(features, len(keys))
         rounds = seen[0, :, 0] / texts  # [n]
-        self.doubts[self._diagonal] += float(rounds.max()) * self._drift
+        self.doubts[self._diagonal] += float(rounds.max()) * self._drift[int(copied)]
         surprise = [
             self._learn(f, self.own.setdefault(k, _Text(texts)), copied, bound, rounds[i], float(fixed[i]), *seen[:, i])
             for i, k in enumerate(keys)

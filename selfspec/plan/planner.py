@@ -202,11 +202,13 @@ class Planner:
         # a GPU should never wait for the host: what there is to think of is spread over the rounds
         if self.probe.running or (not due and use.wait == self.every // 2):
             probed = self.probe.next(self, n, views.context)
-        later = due and not fresh and self._learnt < self.rounds - 1 and not self.split  # first of what was, then of it
+        later = due and not (fresh or use.told or self.split) and self._learnt < self.rounds - 1 and bool(use.parts)
         if (later or not due) and probed is None:
             if later or use.wait == 1:
                 self.learn()
+            use.told = later
             return self._assigned(views, use.parts)
+        use.told = False
         tokens, ms = self._expected(views, keys)
         if probed is None and self._beyond(n) and self.pace.known(self._plain, n) < SURE:
             probed = self._plain

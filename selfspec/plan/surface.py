@@ -77,7 +77,7 @@ class Surface:
         ms = _along(line, 0, self.axes[0], inside)
         reading = self.per_position * inside * np.clip(float(context), self.axes[2][0], self.axes[2][-1])
         growth = self._work(n * r) / self._work(inside * within)
-        return (ms - reading) * growth + self.per_position * n * float(context)
+        return np.maximum(ms - reading, 0.0) * growth + self.per_position * n * float(context)
 
     def how(self, requests: float, rows: float, context: float) -> str:
         """ "measured", "between" measured points (interpolated or padded) or "beyond" them (extrapolated)."""

@@ -24,6 +24,7 @@ class Use:
         wait: rounds until the next comparison.
         pause: rounds between two.
         left: number of the last round.
+        told: a comparison was due, and was put off until the estimator had heard of the rounds before.
     """
 
     plans: tuple[int, ...] = ()
@@ -35,6 +36,7 @@ class Use:
     wait: int = 0
     pause: int = 4
     left: int = 0
+    told: bool = False
 
     def back(self, number: int) -> None:
         """This is the number of its next round."""
