@@ -7,15 +7,20 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_training_trainer import answered, config, tiny
 
+from selfspec.training import command, jobs
+from selfspec.training import trainer as trainer_module
 from selfspec.training.batches import Shape
-from selfspec.training.command import few_threads, stop_on_signal
+from selfspec.training.command import stop_on_signal
 from selfspec.training.data import Answer
 from selfspec.training.trainer import Trainer
 
@@ -170,13 +175,42 @@ def test_draws_depend_on_document_and_epoch_alone(answers, tmp_path) -> None:
 
 
 def test_a_gpus_host_lays_out_batches_on_one_thread(monkeypatch):
-    told = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    done = []
+
+    class Fake:
+        world = SimpleNamespace(main=False, close=lambda: None)
+
+        def __init__(self, settings):
+            self.device = torch.device(settings.device)
+
+        def train(self):
+            done.append("trained")
+
+    def trained(device: str) -> list:
+        done.clear()
+        command.main(["model=m", "data=d", f"device={device}"])
+        return list(done)
+
+    monkeypatch.setattr(trainer_module, "Trainer", Fake)
+    monkeypatch.setattr(torch, "set_num_threads", done.append)
+    monkeypatch.setattr(command, "stop_on_signal", lambda trainer: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    few_threads("cpu")
-    assert told == []  # there the layers themselves run on them
-    few_threads("cuda")
-    assert told == [1]
+    assert trained("cpu") == ["trained"]  # there the layers themselves run on them
+    assert trained("cuda") == [1, "trained"]
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    few_threads("cuda")
-    assert told == [1]  # the user's word stands
+    assert trained("cuda") == ["trained"]  # the user's word stands
+
+
+def test_a_sweeps_row_has_the_threads_of_any_training(monkeypatch, tmp_path):
+    """It was told to take all cores, and laid out its batches forty times as slowly beside a neighbour."""
+    seen = {}
+
+    class Ended(subprocess.Popen):
+        def __init__(self, command, env, **kwargs):
+            seen.update(env)
+            super().__init__([sys.executable, "-c", ""], **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", Ended)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert jobs.in_a_process(tmp_path, config(tmp_path, **FIELDS), "0").startswith("exit code 0")
+    assert seen["CUDA_VISIBLE_DEVICES"] == "0" and "OMP_NUM_THREADS" not in seen
