@@ -202,10 +202,19 @@ def conditioned(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, before
     Returns:
         [..., V]
     """
+    return read(backbone, corrected(heads, backbone, hidden, before))
+
+
+def corrected(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor, before: Tensor) -> Tensor:
+    """The hidden states that `conditioned` reads. [..., d]"""
     head = conditioner(heads)
     assert head is not None
-    states = torch.where((before < 0)[..., None], hidden, head(hidden, backbone.embed(before.clamp(min=0))))
-    return backbone.logits(states.reshape(1, -1, states.shape[-1])).view(*before.shape, -1)  # heads take [N, T, d]
+    return torch.where((before < 0)[..., None], hidden, head(hidden, backbone.embed(before.clamp(min=0))))
+
+
+def read(backbone: Backbone, states: Tensor) -> Tensor:
+    """Logits of hidden states of any shape, which heads want as [N, T, d]. [..., d] -> [..., V]"""
+    return backbone.logits(states.reshape(1, -1, states.shape[-1])).view(*states.shape[:-1], -1)
 
 
 def biases(heads: nn.ModuleDict, backbone: Backbone, hidden: Tensor) -> Callable[[Tensor, int], Tensor]:

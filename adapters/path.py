@@ -15,6 +15,7 @@ from selfspec.adapters.attention import CopyDelta
 from selfspec.adapters.config import MaskPathConfig
 from selfspec.adapters.lora import LoraDelta
 from selfspec.backbone import Backbone, DraftRows
+from selfspec.draft.condition import Condition
 from selfspec.shadow import inner_decoder, layers_of, table_of
 
 
@@ -90,9 +91,13 @@ class MaskPathModel(nn.Module):
     def _asked(self, name: str, ask: Callable[..., Tensor]) -> Callable[[Tensor], Tensor] | None:
         return partial(ask, self.heads, seeded=self.config.seed_row) if name in self.heads else None
 
-    def condition(self, backbone: Backbone) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """What conditions drafts on the tokens before them (`selfspec.draft.condition`); None without such a head."""
-        return None if heads.conditioner(self.heads) is None else partial(heads.conditioned, self.heads, backbone)
+    def condition(self, backbone: Backbone) -> Condition | None:
+        """What conditions drafts on the tokens before them; None without such a head."""
+        if heads.conditioner(self.heads) is None:
+            return None
+        return Condition(
+            partial(heads.corrected, self.heads, backbone), partial(heads.read, backbone), backbone.readout
+        )
 
     def embed(self, rows: DraftRows, backbone: Backbone) -> Tensor:
         """Draft rows as they enter.

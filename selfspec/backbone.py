@@ -27,6 +27,7 @@ from selfspec.shadow import (
     layers_of,
     max_positions_of,
     own_logits,
+    reader_of,
     rotary,
     shadow,
     windows_of,
@@ -137,6 +138,7 @@ class Backbone(nn.Module):
         self.asked: list[int | None] | None = []  # what the layers ask attention for, while the probe runs
         self.turn = Turn()
         self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
+        self.reader: tuple[nn.Linear, ...] = ()  # behind `readout`; in a tuple it is no part of this module
         self._probe(model if verify else None)
 
     @property
@@ -236,11 +238,7 @@ class Backbone(nn.Module):
         return Hidden(x[:, :c], x[:, c:], torch.cat([states[t] for t in taps], -1) if taps else None)
 
     def hasten(self, exact: bool = False, packed: dict[int, nn.Module] | None = None) -> str:
-        """Decode with the fastest kernels there are here; training must not follow.
-
-        Args:
-            exact: see `fuse`.
-            packed: see `pack`.
+        """Decode with the fastest kernels there are here; training must not follow. See `fuse` and `pack`.
 
         Returns:
             Which kernels run, and why not the others.
@@ -254,7 +252,6 @@ class Backbone(nn.Module):
 
     def compile(self, **options) -> None:
         """Let torch.compile fuse each layer; alike layers share one compiled function per shape of the forward.
-
         Rounding differs from the uncompiled layers' in the last bits. Does not touch the user's model.
 
         Args:
@@ -322,6 +319,11 @@ class Backbone(nn.Module):
         """The model's own head, soft-caps and scales included. [..., d] -> [..., V]"""
         return self.head(inputs_embeds=hidden, use_cache=False).logits
 
+    @property
+    def readout(self) -> Tensor | None:
+        """The head's weight [V, d], where logits are states times it and nothing more: no bias, cap or scale."""
+        return self.reader[0].weight if self.reader else None
+
     def part(self, name: str) -> Any:
         """What the mask path makes of this backbone by a name ("calibrate", "condition"); None without such a head."""
         make = getattr(self.path, name, None)
@@ -377,7 +379,8 @@ class Backbone(nn.Module):
             self.masked = [want if ask is None else None for want, ask in zip(wanted, asked)]
             self.windows = [ask or want for want, ask in zip(wanted, asked)]
             cache = PrefixCache(self.n_layers)
-            ours = self.logits(self(layout, cache, ids).clean)
+            states = self(layout, cache, ids).clean
+            ours = self.logits(states)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError) as cause:
             raise UnsupportedModel(f"{name}: its layers cannot be called one by one ({cause})") from cause
         for layer in cache.layers:
@@ -386,6 +389,7 @@ class Backbone(nn.Module):
             self.kv_shapes.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
         if model is None:
             return
+        self.reader = reader_of(model.get_output_embeddings(), states, ours)
         own = own_logits(model, ids)
         loose = 0.1 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
         error = (own - ours).float().norm() / own.float().norm().clamp(min=1e-6)

@@ -113,6 +113,20 @@ def head_of(model: PreTrainedModel, inner: nn.Module) -> nn.Module:
     return head
 
 
+def reader_of(linear: nn.Module | None, states: Tensor, logits: Tensor) -> tuple[nn.Linear, ...]:
+    """The Linear whose product with hidden states is all that a head does, if it is.
+
+    Args:
+        linear: the model's output embeddings.
+        states: [..., d]
+        logits: [..., V], what it makes of them.
+    """
+    if type(linear) is not nn.Linear or linear.bias is not None or logits.shape[-1] != len(linear.weight):
+        return ()
+    error = (nn.functional.linear(states, linear.weight) - logits).float().norm()
+    return (linear,) if error <= 8 * torch.finfo(logits.dtype).eps * logits.float().norm() else ()
+
+
 class _PassThrough(nn.Module):
     """Hands its embeddings back as the last hidden state."""
 

@@ -90,7 +90,7 @@ def noises(dtype, every):
 
 
 def tops(dtype, every):
-    from selfspec.kernels import topk
+    from selfspec.kernels import pairs, topk
     from selfspec.kernels.among import among
 
     few = torch.zeros(1, 2, 8, dtype=torch.long)
@@ -100,6 +100,9 @@ def tops(dtype, every):
             topk.best(logits)
             topk.best(logits, torch.zeros(1, dtype=torch.long))
             among(logits, few)
+    states, ids, top = rand(1, 2, 8, 576, dtype=dtype), torch.zeros(1, 2, 32, dtype=torch.long), torch.zeros(1, 2, 32)
+    pairs.best(states, rand(49152, 576, dtype=dtype), ids[..., :8])
+    pairs.near(states, rand(49152, 576, dtype=dtype), ids, top, rand(1, 2, dtype=dtype))
 
 
 def processors(dtype, every):

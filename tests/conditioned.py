@@ -2,7 +2,7 @@
 
 import torch
 
-from selfspec.draft.condition import Given
+from selfspec.draft.condition import Condition, Given
 
 V, K = 30, 8
 
@@ -19,8 +19,19 @@ def paths_of(tree, row):
     return out
 
 
-def given_of(n, t, seed=0, banned=None):
-    """Heads that know nothing but the token before: logits are a table's row."""
+def told_by(table, read=True):
+    """A head that knows nothing but the token before: its state is that token, and logits are a table's row.
+
+    With `read` the table is the readout, and only the rows that are asked for are read.
+    """
+    one = torch.eye(len(table), dtype=table.dtype, device=table.device)
+    return Condition(
+        lambda _, before: one[before], lambda states: states @ table, table.T.contiguous() if read else None
+    )
+
+
+def given_of(n, t, seed=0, banned=None, read=True):
+    """Heads of a table."""
     table = 2 * torch.randn(V + 1, V, generator=torch.Generator().manual_seed(seed))
     plain = torch.randn(n, t, V, generator=torch.Generator().manual_seed(seed + 1))
-    return table, plain, Given(lambda _, before: table[before].clone(), torch.zeros(n, t, 2), torch.arange(n), banned)
+    return table, plain, Given(told_by(table, read), torch.zeros(n, t, 2), torch.arange(n), banned)

@@ -5,15 +5,15 @@ import math
 
 import pytest
 import torch
-from conditioned import K, given_of, paths_of
+from conditioned import K, V, given_of, paths_of, told_by
 from decoding import B, N, decoded, outputs
 from tiny import PROMPT, RAGGED, model_of, path_of, reference, run
 
-from selfspec import kernels, rows
+from selfspec import kernels, rows, tops
 from selfspec.backbone import Backbone
 from selfspec.choose import Chooser
 from selfspec.draft import condition
-from selfspec.draft.condition import Given
+from selfspec.draft.condition import Condition, Given
 from selfspec.draft.tree import by_heap, ranked, step_by_step
 from selfspec.draft.trees.domino import over_candidates
 from selfspec.plan import Plan
@@ -103,8 +103,9 @@ def test_of_equal_scores_the_lower_parent_goes_first_then_the_lower_rank():
 
 
 @pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("nodes", [None, 12, 3])
-def test_greedy_drafts_follow_the_head_among_the_likeliest_tokens(served, nodes, monkeypatch):
+def test_greedy_drafts_follow_the_head_among_the_likeliest_tokens(served, read, nodes, monkeypatch):
     if served:
         pytest.importorskip("triton")
     monkeypatch.setattr(kernels, "DEVICES", {DEVICE} if served else set())
@@ -115,9 +116,7 @@ def test_greedy_drafts_follow_the_head_among_the_likeliest_tokens(served, nodes,
     start = torch.tensor([4, 9])
     move = [t.to(DEVICE) for t in (anchor, start, plain)]
     table = table.to(DEVICE)
-    given = dataclasses.replace(
-        given, condition=lambda _, before: table[before], states=given.states.to(DEVICE), before=move[0]
-    )
+    given = dataclasses.replace(given, condition=told_by(table, read), states=given.states.to(DEVICE), before=move[0])
     tree = Chooser().tree(requests, *move, nodes, given=given)
     law = table.clone()
     law[:, 7] = -math.inf
@@ -143,12 +142,47 @@ def test_greedy_drafts_follow_the_head_among_the_likeliest_tokens(served, nodes,
         assert sorted(paths_of(tree, row).values(), reverse=True) == pytest.approx(best, abs=1e-4)
 
 
+@pytest.mark.parametrize("served", [False, True])
+@pytest.mark.parametrize("wide", [8, 11, 32])
+def test_the_rest_of_the_vocabulary_weighs_what_the_marginals_give_it(wide, served, monkeypatch):
+    if served:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(kernels, "DEVICES", {DEVICE} if served else set())
+    table, plain, given = (x if isinstance(x, Given) else x.to(DEVICE) for x in given_of(2, 4))
+    plain[0, 1, 5:] = -math.inf  # fewer possible tokens than are asked for
+    given = Given(told_by(table), given.states.to(DEVICE), given.before.to(DEVICE))
+    top, ids = tops.reference(plain, min(wide, V))
+    ids = ids.masked_fill(top == -math.inf, -1)
+    first = plain.gather(-1, ids[..., :1])[..., 0]
+    likely, order = condition.near(given, ids, top, first, 8)
+    for n in range(2):
+        for t in range(4):
+            within = [j for j in ids[n, t].tolist() if j >= 0]
+            beside = [j for j in range(V) if j not in within]
+            for i, before in enumerate([n] * 8 if t == 0 else ids[n, t - 1, :8].tolist()):
+                scores, rest = table[before].tolist(), plain[n, t].tolist()
+                total = sum(math.exp(scores[j]) for j in within) + sum(math.exp(rest[j]) for j in beside)
+                want = [scores[j] - math.log(total) if j >= 0 else -math.inf for j in ids[n, t, :8].tolist()]
+                places = sorted(range(8), key=lambda k: -want[k])
+                assert likely[n, t, i].tolist() == pytest.approx([want[k] for k in places], abs=2e-3)
+                assert [want[k] for k in order[n, t, i].tolist()] == pytest.approx([want[k] for k in places], abs=1e-5)
+                best = condition.successors(given, ids[..., :8])[n, t, i]
+                assert want[int(best)] == max(want)
+
+
+def test_a_head_that_is_a_product_is_read_where_it_is_asked():
+    """A cap, a scale or a bias behind the product shows, and all of the vocabulary is computed then."""
+    assert Backbone(model_of("Llama")).readout is not None
+    for family in ("Gemma2", "Granite"):
+        assert Backbone(model_of(family)).readout is None, family
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("nodes", [None, 40])
 def test_a_graph_replays_conditioned_drafts(nodes):
     table, plain, given = given_of(3, 7)
     table, plain, anchor = table.to(DEVICE), plain.to(DEVICE), torch.arange(3, device=DEVICE)
-    given = Given(lambda _, before: table[before], given.states.to(DEVICE), anchor)
+    given = Given(told_by(table), given.states.to(DEVICE), anchor)
     requests = [Request(PROMPT, N, sampling=Sampling(Pipeline(), i < 2, 40 + i)) for i in range(3)]
     where = anchor, torch.tensor([4, 9, 2], device=DEVICE), plain, nodes, torch.tensor([7, 8, 9], device=DEVICE)
 
@@ -253,7 +287,8 @@ def test_rounds_draft_what_the_head_says(mode, monkeypatch):
                     out[0, t, k, right] += 50
         return out
 
-    monkeypatch.setattr(type(body.path), "condition", lambda self, _: knows)
+    known = Condition(knows, lambda states: states)  # its states are logits already
+    monkeypatch.setattr(type(body.path), "condition", lambda self, _: known)
     request = Request(PROMPT, cap)
     run(session, [request])
     assert request.output == truth[:cap]

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conditioned import K, V, given_of, paths_of
+from conditioned import K, V, given_of, paths_of, told_by
 from decoding import N
 from tiny import PROMPT
 from transformers.generation import LogitsProcessorList
@@ -21,12 +21,12 @@ from selfspec.session import Request
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("rows_at_once", [1024, 16])
+@pytest.mark.parametrize("rows_at_once", [None, 1024, 16])  # of the vocabulary's width; None reads those asked for
 def test_coupled_drafts_are_draws_from_the_head(rows_at_once, monkeypatch):
     """With all tokens as candidates a drafted chain is what the head's law and the noise of each position give."""
     monkeypatch.setattr(condition, "CANDIDATES", V)
-    monkeypatch.setattr(condition, "ROWS", rows_at_once)
-    table, plain, given = given_of(3, 5)
+    monkeypatch.setattr(condition, "ROWS", rows_at_once or 1024)
+    table, plain, given = given_of(3, 5, read=rows_at_once is None)
     requests = [Request(PROMPT, N, sampling=Sampling(Pipeline(), i < 2, 40 + i)) for i in range(3)]
     start = torch.tensor([4, 9, 2])
     chain = Chooser().tree(requests, torch.arange(3), start, plain, None, given=given).tokens
@@ -50,7 +50,7 @@ def test_a_chain_asks_for_the_noise_of_its_candidates_alone(served, monkeypatch)
     table, plain, given = given_of(3, 5)
     table, plain = table.to(DEVICE), plain.to(DEVICE)
     given = dataclasses.replace(
-        given, condition=lambda _, before: table[before], states=given.states.to(DEVICE), before=given.before.to(DEVICE)
+        given, condition=told_by(table), states=given.states.to(DEVICE), before=given.before.to(DEVICE)
     )
     cuts = LogitsProcessorList([hf.SuppressTokensLogitsProcessor([4, 9]), hf.TemperatureLogitsWarper(0.7)])
     requests = [Request(PROMPT, N, sampling=Sampling(Pipeline(cuts), i < 2, 40 + i)) for i in range(3)]

@@ -6,7 +6,7 @@ import torch
 from selfspec import rows
 from selfspec.draft import DraftTree, cut
 from selfspec.draft import tree as trees
-from selfspec.draft.condition import Given, Scored, propose
+from selfspec.draft.condition import Condition, Given, Scored, propose
 from selfspec.draft.drawn import replay
 from selfspec.draft.levels import by_levels
 from selfspec.draft.loop import PREFIXES
@@ -63,7 +63,8 @@ def pruned(rule):
 
 
 def conditioned(nodes):
-    given = Given(lambda states, before: meta(*before.shape, V), meta(N, T, 2), long(N), banned=3)
+    told = Condition(lambda states, before: states, lambda states: meta(*states.shape[:-1], V), meta(V, 2))
+    given = Given(told, meta(N, T, 2), long(N), banned=3)
 
     def noised(scores, tokens, place):
         flat, position = scores.flatten(0, 1), (long(N, 1) + place).flatten()

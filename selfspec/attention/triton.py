@@ -63,8 +63,9 @@ def _partial(
     end = tl.minimum(first + n_rows, n_keys)  # slots past the last row hold nothing
     begin = split * STRETCH
     stop = tl.minimum(begin + STRETCH, end)
-    if TREE and not DRAFT:
-        stop = tl.where(alone | shareable, stop, begin)
+    if TREE:  # noqa: SIM102  # rows may reach into fewer stretches than they could; clean ones share none of the tail
+        if (alone & (begin >= stop)) | ((not DRAFT) & (not alone) & (not shareable)):
+            return
     queries = tl.load(q + n * sqn + h[:, None] * sqh + r[:, None] * sqr + d, draws[:, None] & (d < D), 0.0)
     place = tl.load(position + n * spn + r, draws, 0).to(tl.int32)
     bound = place

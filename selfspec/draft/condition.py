@@ -7,12 +7,12 @@ followed by,
 
     log q(x_t = j | x_{t-1} = i) = log softmax(logits of t given i)[j]    over the whole vocabulary, i and j candidates.
 
-A chain then walks from candidate to candidate, always to the best, for which the logits of those few are enough; a tree
-grows best-first over these transitions (the
+A chain then walks from candidate to candidate, always to the best; a tree grows best-first over these transitions (the
 idea of DominoTree; `draft.trees.domino` has the forms that look at the whole vocabulary at every step).
 
-K is a constant since K rows of vocabulary width a position are what conditioning costs, and 8 keep a block of 16 within
-the rows that a product of a few serves. What the head could put right stands nearly always among the first few.
+K is a constant: what the head could put right stands nearly always among the first few. Nor are K rows of vocabulary
+width a position computed for them. A chain asks for the logits of the candidates alone; for a tree the normaliser is
+that of the WIDE most probable tokens, and of the rest as the marginals have it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,29 @@ from selfspec.draft.tree import follow, grow
 from selfspec.rows import steps
 
 CANDIDATES = 8  # tokens of a position, by the plain marginals, that the head chooses among
-SMALL = 4096  # vocabulary of which a CPU can afford that many rows: of a large one they cost more than a forward
+WIDE = 32  # tokens whose mass under the head a tree's normaliser counts; that of the others the head is taken to leave
+SMALL = 4096  # vocabulary of which a CPU can afford rows of its width: of a large one they cost more than a forward
 ROWS = 1024  # of vocabulary width at a time, or those of one position where they are more
-
-Condition = Callable[[Tensor, Tensor], Tensor]
-"""(hidden states [N, T, K, d], the token before each [N, T, K] long) -> logits [N, T, K, V]; a token below 0 leaves
-them as they are without the head."""
 
 Noised = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(scores [N, R, K], their tokens [N, R, K] long, the position 0..T-1 that each row is of [R] long) -> the scores with
 the noise that will choose the token there."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A head, and the model's own behind it.
+
+    Attributes:
+        correct: (hidden states [N, T, K, d], the token before each [N, T, K] long) -> states [N, T, K, d]; a token
+            below 0 leaves them as they are.
+        logits: [N, T, K, d] -> [N, T, K, V].
+        readout: [V, d], where logits are the states' product with it and nothing more; None elsewhere.
+    """
+
+    correct: Callable[[Tensor, Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    readout: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,12 +120,16 @@ def propose(anchor: Tensor, marginals: Tensor, given: Given, nodes: int | None, 
         scored: makes of the head's logits what the marginals are of the plain ones.
     """
     k = min(CANDIDATES, marginals.shape[-1], nodes or CANDIDATES)
-    top, ids = tops.ranked(marginals, k)
+    wide = WIDE if nodes is not None and scored is PLAIN else k
+    top, ids = tops.ranked(marginals, min(wide, marginals.shape[-1]))
     ids = ids.masked_fill(top == -torch.inf, MASK)
     if nodes is None:
         return follow(anchor, ids, successors(given, ids, scored))
-    top, order = transitions(given, ids, scored)
-    return grow(anchor, top, ids, nodes, order)
+    if scored is PLAIN:
+        likely, order = near(given, ids, top, marginals.gather(-1, ids[..., :1].clamp(min=0))[..., 0], k)
+    else:
+        likely, order = transitions(given, ids, scored)
+    return grow(anchor, likely, ids[..., :k], nodes, order)
 
 
 def successors(given: Given, ids: Tensor, scored: Scored = PLAIN) -> Tensor:
@@ -126,14 +143,45 @@ def successors(given: Given, ids: Tensor, scored: Scored = PLAIN) -> Tensor:
     Returns:
         long [N, T, K], `[n, t, i]` after candidate i of position t - 1 (all alike at the first position).
     """
+    readout = _served(given, ids)
+    if scored is PLAIN and readout is not None:
+        from selfspec.kernels import pairs
 
-    def best(logits: Tensor, wanted: Tensor, place: Tensor) -> tuple[Tensor]:
-        scores = scored.few(logits.gather(-1, wanted.clamp(min=0)))
-        if scored.noised is not None:
-            scores = scored.noised(scores, wanted, place)
-        return (scores.masked_fill(wanted < 0, -torch.inf).argmax(-1),)
+        return pairs.best(_corrected(given, ids), readout, ids)
+    n, t, k = ids.shape
+    scores = scored.few(_few(given, ids, ids).flatten(1, 2))  # [N, T * K, K]
+    wanted = ids[:, :, None].expand(-1, -1, k, -1).flatten(1, 2)
+    if scored.noised is not None:
+        scores = scored.noised(scores, wanted, steps(t, ids.device)[:, None].expand(-1, k).flatten())
+    return scores.masked_fill(wanted < 0, -torch.inf).argmax(-1).view(n, t, k)
 
-    return _by_position(given, ids, best)[0].view(ids.shape)
+
+def near(given: Given, ids: Tensor, top: Tensor, first: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """What every candidate may be followed by, the most probable first, by the logits of the likeliest tokens alone.
+
+        log q(x_t = j | x_{t-1} = i) = l_ij - log(sum over the W likeliest of exp l_iw + rest)
+
+    where rest is what the others weigh in the marginals.
+
+    Args:
+        given: of T positions.
+        ids: [N, T, W] long, the likeliest tokens, the best first; the first k of them are candidates.
+        top: [N, T, W] float32, their log-probabilities by the marginals.
+        first: [N, T] the score of the first by the marginals.
+        k: candidates.
+
+    Returns:
+        As `transitions`.
+    """
+    readout = _served(given, ids)
+    if readout is not None:
+        from selfspec.kernels import pairs
+
+        return pairs.near(_corrected(given, ids[..., :k]), readout, ids, top, first)
+    scores = _few(given, ids[..., :k], ids).float().masked_fill(ids[:, :, None] < 0, -torch.inf)  # [N, T, K, W]
+    rest = (1 - top.exp().sum(-1)).clamp(min=0).log() + first.float() - top[..., 0]  # [N, T]
+    total = torch.logaddexp(scores.logsumexp(-1), rest[..., None])
+    return (scores[..., :k] - total[..., None]).sort(dim=-1, descending=True, stable=True)
 
 
 def transitions(given: Given, ids: Tensor, scored: Scored = PLAIN) -> tuple[Tensor, Tensor]:
@@ -162,21 +210,47 @@ def transitions(given: Given, ids: Tensor, scored: Scored = PLAIN) -> tuple[Tens
         top, again = (top - total).clamp(max=0).sort(dim=-1, descending=True, stable=True)
         return top, order.gather(-1, again)
 
-    top, order = _by_position(given, ids, ranked)
+    top, order = _by_position(given, ids, ids, ranked)
     return top.view(*ids.shape, -1), order.view(*ids.shape, -1)
 
 
-def _by_position(given: Given, ids: Tensor, read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]):
-    """`read` of a bounded number of rows at a time: logits [N, R, V], candidates [N, R, K], positions [R]."""
+def _before(given: Given, ids: Tensor) -> Tensor:
+    """The token before each candidate's successor: those of the position before. [N, T, K]"""
+    return torch.cat([given.before[:, None, None].expand(-1, 1, ids.shape[2]), ids[:, :-1]], 1)
+
+
+def _corrected(given: Given, ids: Tensor) -> Tensor:
+    """States after every candidate. [N, T, K, d]"""
+    return given.condition.correct(given.states[:, :, None].expand(-1, -1, ids.shape[2], -1), _before(given, ids))
+
+
+def _served(given: Given, ids: Tensor) -> Tensor | None:
+    """The readout, where a kernel reads it."""
+    return given.condition.readout if kernels.serve(ids) and ids.numel() else None
+
+
+def _few(given: Given, ids: Tensor, tokens: Tensor) -> Tensor:
+    """Logits of some tokens [N, T, W] after every candidate. [N, T, K, W]"""
+    readout = given.condition.readout
+    if readout is not None:
+        return _corrected(given, ids) @ readout[tokens.clamp(min=0)].transpose(-1, -2)
+    (scores,) = _by_position(given, ids, tokens, lambda logits, wanted, _: (logits.gather(-1, wanted.clamp(min=0)),))
+    return scores.view(*ids.shape, -1)
+
+
+def _by_position(
+    given: Given, ids: Tensor, tokens: Tensor, read: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+) -> list[Tensor]:
+    """`read` of a bounded number of rows at a time: logits [N, R, V], tokens [N, R, W], positions [R]."""
     n, t, k = ids.shape
-    before = torch.cat([given.before[:, None, None].expand(n, 1, k), ids[:, :-1]], 1)  # [N, T, K]
+    before, condition = _before(given, ids), given.condition
     size = max(1, ROWS // (n * k))
     parts = []
     for first in range(0, t, size):
         at = slice(first, min(first + size, t))
         states = given.states[:, at, None].expand(-1, -1, k, -1)
-        logits = ban_mask(given.condition(states, before[:, at]).flatten(1, 2), given.banned)  # [N, t' * K, V]
+        logits = ban_mask(condition.logits(condition.correct(states, before[:, at])).flatten(1, 2), given.banned)
         place = steps(t, ids.device)[at, None].expand(-1, k).flatten()
-        wanted = ids[:, at, None].expand(-1, -1, k, -1).flatten(1, 2)  # [N, t' * K, K]
+        wanted = tokens[:, at, None].expand(-1, -1, k, -1).flatten(1, 2)  # [N, t' * K, W]
         parts.append(read(logits, wanted, place))
-    return [p[0] if len(parts) == 1 else torch.cat(p, 1) for p in zip(*parts)]
+    return [p[0] if len(parts) == 1 else torch.cat(p, 1) for p in zip(*parts, strict=True)]
