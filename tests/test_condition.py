@@ -295,17 +295,32 @@ def test_rounds_draft_what_the_head_says(mode, monkeypatch):
     assert request.stats.rounds == math.ceil((cap - 1) / B)
 
 
-def test_a_processor_leaves_heads_over_large_vocabularies_alone(monkeypatch):
-    """120 rows of 49,152 logits took a CPU longer than the forwards of the round."""
-    model = model_of()
+@pytest.mark.parametrize("family,plan,sampled", [("Gemma2", "sequential", False), ("Llama", "tree", True)])
+def test_a_processor_leaves_heads_over_large_vocabularies_alone(family, plan, sampled, monkeypatch):
+    """120 rows of 49,152 logits took a CPU longer than the forwards of the round.
+
+    They are asked for where the head's product is not all, and by trees of texts that processors change.
+    """
+    model = model_of(family)
     path, bare = path_of(model, 0.3, heads=("sampler",), head_rank=6), path_of(model, 0.3)
     bare.load_state_dict({k: v for k, v in path.state_dict().items() if not k.startswith("heads.")})
-    monkeypatch.setattr(condition, "SMALL", 8)
+    torch.nn.init.normal_(path.heads["sampler"].up.weight)
     found = []
-    for p in (path, bare):
-        requests = [Request(q, 20) for q in RAGGED]
-        run(Session(Backbone(model, p), Plan("tree", B, 8), 3, 40), requests)
+    for small, p in ((8, path), (8, bare), (24, path)):
+        monkeypatch.setattr(condition, "SMALL", small)
+        requests = [Request(q, 20, sampling=Sampling(Pipeline(), sampled, i)) for i, q in enumerate(RAGGED)]
+        run(Session(Backbone(model, p), Plan(plan, B, 8), 3, 40), requests)
         found.append([(r.output, r.stats.accepted) for r in requests])
-    assert found[0] == found[1] and condition.condition_of(Backbone(model, path)) is None
-    monkeypatch.setattr(condition, "SMALL", 24)
-    assert condition.condition_of(Backbone(model, path)) is not None
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_processor_reads_a_heads_product_of_a_few_tokens(monkeypatch):
+    """The head was left out on a CPU, and a seventh of the tokens of a round with it."""
+    model, asked = model_of(), []
+    path = path_of(model, 0.3, heads=("sampler",), head_rank=6)
+    monkeypatch.setattr(condition, "SMALL", 8)
+    body = Backbone(model, path)
+    known = condition.condition_of(body)
+    monkeypatch.setattr(type(path), "condition", lambda *_: dataclasses.replace(known, logits=asked.append))
+    texts = {m: outputs(decoded(body, Plan(m, B, 8), RAGGED, N)) for m in ("ar", "sequential", "tree")}
+    assert texts["sequential"] == texts["tree"] == texts["ar"] and not asked

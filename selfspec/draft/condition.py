@@ -27,7 +27,7 @@ from selfspec import kernels, tops
 from selfspec.backbone import MASK, Backbone
 from selfspec.draft import DraftTree
 from selfspec.draft.block import ban_mask
-from selfspec.draft.tree import follow, grow
+from selfspec.draft.tree import best_first, follow, grow
 from selfspec.rows import steps
 
 CANDIDATES = 8  # tokens of a position, by the plain marginals, that the head chooses among
@@ -105,8 +105,15 @@ def heated(scores: Tensor, temperatures: tuple[float, ...] | None, power: int = 
 
 def condition_of(backbone: Backbone) -> Condition | None:
     """The head of its mask path; None without one, and where its rows would cost more than what they save."""
+    head: Condition | None = backbone.part("condition")
     weight: Tensor = backbone.embeddings.weight  # type: ignore[assignment]
-    return backbone.part("condition") if kernels.serve(weight) or backbone.vocab_size <= SMALL else None
+    cheap = head is not None and head.readout is not None
+    return head if cheap or _affordable(weight, backbone.vocab_size) else None
+
+
+def _affordable(like: Tensor, vocab: int) -> bool:
+    """Whether rows of the vocabulary's width are, where a tensor lives."""
+    return kernels.serve(like) or vocab <= SMALL
 
 
 def propose(anchor: Tensor, marginals: Tensor, given: Given, nodes: int | None, scored: Scored = PLAIN) -> DraftTree:
@@ -119,6 +126,8 @@ def propose(anchor: Tensor, marginals: Tensor, given: Given, nodes: int | None, 
         nodes: None asks for a chain.
         scored: makes of the head's logits what the marginals are of the plain ones.
     """
+    if nodes is not None and scored is not PLAIN and not _affordable(marginals, marginals.shape[-1]):
+        return best_first(anchor, marginals, nodes)  # processors are asked about the whole vocabulary
     k = min(CANDIDATES, marginals.shape[-1], nodes or CANDIDATES)
     wide = WIDE if nodes is not None and scored is PLAIN else k
     top, ids = tops.ranked(marginals, min(wide, marginals.shape[-1]))
