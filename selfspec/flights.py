@@ -40,7 +40,8 @@ class Landed:
         ended: those that have to leave; one whose tokens are chosen one by one may have ended long before.
         short: by row, of those that have left, now or before: how many tokens they were given.
         drafted: ids of those that a round left a draft.
-        copied: by id, how many of its tokens lookup would have guessed, of those that somebody asks it of.
+        copied: by id, what each round of lookup that ends in its tokens would have accepted (`Copied`), of those that
+            somebody asks it of.
     """
 
     rows: list[list[int]]
@@ -48,7 +49,7 @@ class Landed:
     ended: list[Request] = field(default_factory=list)
     short: dict[int, int] = field(default_factory=dict)
     drafted: set[int] = field(default_factory=set)
-    copied: dict[int, int] = field(default_factory=dict)
+    copied: dict[int, list[int]] = field(default_factory=dict)
 
     def told(self, flight: Flight) -> tuple[list[int], list[bool], list[bool]]:
         """For each request that ran in a round the tokens emitted, whether it has left, whether it has a draft."""
@@ -84,10 +85,12 @@ def read(flight: Flight, lengths: list[int]) -> Landed:
         count = row[0]
         kept = r.take(row[1 : 1 + count])
         out.kept.append((r, kept))
-        if r.copied is not None and kept:
-            out.copied[id(r)] = r.copied.follow(kept)
+        if r.copied is not None and not verified:
+            r.copied.write(kept)
         if verified:
             lengths[slot] += count
+            if r.copied is not None and kept:
+                out.copied[id(r)] = r.copied.follow(kept)
             if plain:  # `Shares` counts them, for all as if they had emitted something
                 if not kept:
                     r.stats.accepted[1] -= 1

@@ -42,7 +42,7 @@ class Request:
         slot: the cache slot that it holds in its session.
         past: keys and values of a text that it continues; once it has ended, its own if `keep_past` says so.
         keep_past: keep them.
-        copied: says what lookup would guess of its text, where a planner listens; its session makes it.
+        copied: says what rounds of lookup would accept of its text, where a planner listens; its session makes it.
     """
 
     prompt: list[int]

@@ -89,7 +89,7 @@ class Seats:
         self.requests[slot], request.slot, self._rows = request, slot, None
 
     def start(self, request: Request, copies: bool = False) -> None:
-        """Its prompt is through. copies: say of its tokens which would have been looked up."""
+        """Its prompt is through. copies: say what lookup would do along its text."""
         assert request.slot is not None
         request.copied = Copied(request.prompt + request.handed) if copies else None
         self.decoding[request.slot], self._rows = request, None

@@ -3,7 +3,7 @@ import pytest
 
 from selfspec.plan import Plan
 from selfspec.plan.estimate import DEPTH, Estimator, Family, families, harder
-from selfspec.plan.family import COPIED, name_of, told
+from selfspec.plan.family import COPIED, curve_of, name_of, told
 
 KNOWN, HIDDEN = Family("known"), Family("hidden")
 KINDS = [KNOWN, HIDDEN, Family("loop"), Family("lookup"), Family("known", 0, 64)]
@@ -105,7 +105,7 @@ def test_what_is_hard_in_one_mode_is_hard_in_its_kin():
     assert tau(estimator.curves(["a"], HIDDEN)[0]) < 0.8 * hidden
     assert tau(estimator.curves(["a"], Family("known", 0, 64))[0]) < 0.8 * tree
     lookup = estimator.curves(["a"], Family("lookup"))[0]
-    assert np.allclose(lookup, COPIED)  # the adapter's failures say nothing about copying
+    assert np.allclose(lookup, curve_of(COPIED))  # the adapter's failures say nothing about copying
 
 
 def test_a_cut_block_does_not_look_like_a_failure():
@@ -152,6 +152,18 @@ def test_no_history_breaks_it(seed):
     for key in range(4):
         estimator.forget(key)
     assert not estimator.own
+
+
+@pytest.mark.parametrize("rates", [[0.05, 0.95], [0.4, 0.5], [0.02, 0.3], [0.7, 0.97]])
+def test_how_often_a_text_says_things_again_and_how_long_are_learnt_apart(rates):
+    """One term for both promised small blocks of a text with few long copies as much as large ones."""
+    rng, estimator, found = np.random.default_rng(0), Estimator([Family("lookup"), KNOWN]), []
+    for text in range(40):
+        found += feed(estimator, rng, rates, 60, text, family=Family("lookup"))[0][30:]
+        estimator.forget(text)
+    for offered in (3, 15):
+        true = tau(rates[:1] + rates[1:] * 14, offered)
+        assert np.mean([tau(c, offered) for c in found]) == pytest.approx(true, rel=0.08)
 
 
 def test_a_small_block_is_judged_by_itself():

@@ -8,6 +8,7 @@ from selfspec.plan import Plan
 from selfspec.plan.estimate import Family
 from selfspec.plan.planner import Assignment, Fixed
 from selfspec.plan.simulate import Trace, of_stats, simulate
+from selfspec.plan.views import Views
 from selfspec.stats import Stats
 
 
@@ -64,6 +65,23 @@ def test_simulated_slots_stay_empty_until_an_end_is_read_and_the_door_opens():
     shut = simulate(Fixed(AR), table, [trace.cut(2), trace, trace], slots=2, door=Shut())
     assert ended == [2, 4, 4] and shut.ms == pytest.approx(2 * 1.2 + 2 * 1.1 + 4 * 1.1)
     assert simulate(Fixed(AR), table, [trace] * 9, slots=2, tokens=9).tokens == 10
+
+
+@pytest.mark.parametrize("hears, slots", [(16, 1), (2, 3), (3, 3)])
+def test_a_simulated_planner_hears_what_lookup_would_do_whatever_runs(hears, slots):
+    table, runs = costs(0.1), np.array([0, 3, 9, 9, 9, 1, 9, 0, 5, 0])
+    trace = Trace(10, 10, {Family("lookup"): runs, Family("known"): np.full(10, 2)})
+
+    class Listening(Fixed):
+        def observe(self, assignment, emitted, *rest, **more):
+            for key, accepted in zip(assignment.keys, Views.of(assignment.views).copied or [None] * slots, strict=True):
+                heard[key] += accepted or []
+
+    for plan in (AR, Plan("sequential", 4), Plan("lookup", 2)):
+        heard = [[] for _ in range(slots)]
+        simulate(Listening(plan), table, [trace] * slots, slots, hears=hears)
+        # rounds of 1, 4, 2 and 1 tokens; the end cuts one of 6
+        assert heard == [[0, 3, 1, 0] if hears >= slots else []] * slots
 
 
 def test_a_policy_that_forgets_a_request_is_caught():

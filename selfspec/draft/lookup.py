@@ -6,12 +6,13 @@ no forward, and pays where answers quote their prompt or repeat themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from selfspec.draft import DraftTree
+from selfspec.plan import BLOCKS
 
 MEMORY = 1024  # tokens of a text that the host looks back on
 LONGEST, SHORTEST = 3, 2  # n-grams looked up; single tokens match too much
@@ -46,7 +47,11 @@ def lookup(text: Tensor, start: Tensor, size: int) -> DraftTree:
 
 
 class Copied:
-    """What `lookup` would have guessed of a text, told as the text is written: no round has to try it.
+    """Decodes by `lookup` along a text, whoever writes it, so that no round has to try what lookup would do.
+
+    A round of it begins at an anchor, the last token, and ends behind the first token that is not as guessed, or that
+    comes when all guesses are used up. Verification would have emitted that token too, and the next round begins at it:
+    as decoding is lossless, these are the rounds that lookup itself would have run on this text.
 
     Args:
         text: so far; of a long one the end.
@@ -55,24 +60,41 @@ class Copied:
     def __init__(self, text: Sequence[int]):
         self.text: list[int] = []
         self.behind: dict[tuple[int, ...], int] = {}  # n-gram -> place of what followed its last occurrence
-        self._write(text[-MEMORY:])
+        self._guesses: list[int] | None = None  # of the round on its way; None where the next token begins one
+        self._right = 0  # of them, so far
+        self.write(text[-MEMORY:])
 
-    def _write(self, tokens: Iterable[int]) -> None:
-        text, behind = self.text, self.behind
+    def write(self, tokens: Sequence[int]) -> None:
+        """Append what no round emitted; the next one begins behind it."""
         for token in tokens:
-            for length in range(SHORTEST, min(LONGEST, len(text)) + 1):
-                behind[tuple(text[-length:])] = len(text)
-            text.append(token)
+            self._append(token)
+        self._guesses = None
 
-    def follow(self, tokens: Sequence[int]) -> int:
-        """Append what was emitted. Returns how many of its first tokens would have been guessed."""
-        text, right = self.text, 0
-        grams = (tuple(text[-n:]) for n in range(LONGEST, SHORTEST - 1, -1) if len(text) >= n)
-        at = next((self.behind[g] for g in grams if g in self.behind), None)
-        if at is not None:
-            for guess, token in zip(text[at : at + len(tokens)], tokens, strict=False):
-                if guess != token:
-                    break
-                right += 1
-        self._write(tokens)
-        return right
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """Append what rounds of any kind emitted. Returns what each round of lookup that ends in it has accepted."""
+        done = []
+        for token in tokens:
+            if self._guesses is None:
+                self._guesses, self._right = self._guessed(), 0
+            if self._guesses[self._right : self._right + 1] == [token]:
+                self._right += 1
+            else:
+                done.append(self._right)
+                self._guesses = None
+            self._append(token)
+        return done
+
+    def _append(self, token: int) -> None:
+        text = self.text
+        for length in range(SHORTEST, min(LONGEST, len(text)) + 1):
+            self.behind[tuple(text[-length:])] = len(text)
+        text.append(token)
+
+    def _guessed(self) -> list[int]:
+        """What `lookup` guesses behind the text's last token, in blocks of the largest size."""
+        text = self.text
+        for length in range(min(LONGEST, len(text)), SHORTEST - 1, -1):
+            at = self.behind.get(tuple(text[-length:]))
+            if at is not None:
+                return text[at : at + BLOCKS[-1] - 1]
+        return []

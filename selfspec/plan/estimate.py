@@ -10,6 +10,9 @@ foreseen raises each term by its share of the doubt, so what all drafts have in 
 happened to run, and a family that never ran follows its kin. A text's own term has a variance of its own; it starts
 afresh with every text. Kinds that are chosen for hard texts do not look bad for it, and the doubt that is left says how
 much could be hoped of what has not run (`doubt`).
+
+What is looked up in the text has terms apart, a family's and a text's: for the first token of a round, and for those
+behind one that was right. Whether a text says things again, and how far it then goes on as before, are two things.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ BINS = np.searchsorted(STARTS, range(DEPTH), side="right") - 1
 EYE = np.eye(len(STARTS))
 # standard deviations of terms before anything has run: where the adapter tells its acceptance, and where it is guessed
 ALL, ADAPTER, SHAPE, FAMILY, GUESSED = 0.3, (0.2, 1.0), (0.15, 0.6), (0.1, 0.25), 0.25
-TEXT, COPY = 0.85, 1.5  # of texts, to drafts and to what is looked up in them
-DRIFT, TURN = 1.5e-5, 0.01  # variance that a round adds to what all drafts share; share of a text's own it renews
+TEXT, COPY = 0.85, 1.2  # of texts, to drafts and to what is looked up in them
+OWN = np.array([TEXT, COPY, COPY])  # of a text's terms: drafts, first token looked up, those behind it
+TURN = np.array([0.01, 0.04, 0.04])  # share of them that a round renews: copies come in bursts, and late in texts
+DRIFT = 1.5e-5  # variance that a round adds to what all drafts share
 WANDER = 0.5  # other terms drift in proportion to their variances, or to this deviation's where theirs is wider
 FURTHEST = 2.0  # log odds that a step of the filter moves at most
 AT_ONCE, STEPS = 8, 6  # rounds of a text that a step takes in, and most steps: each goes by its slope
@@ -83,16 +88,20 @@ class Estimator:
         for i, k in enumerate(self.kinds):
             for b in range(bins):
                 shape = 1 + adapters + k.adapter * bins + b
-                of[i, b] = [first + i] * 4 if self.copied[i] else [0, 1 + k.adapter, shape, first + i]
+                term = first + (f if self.copied[i] and b else i)
+                of[i, b] = [term] * 4 if self.copied[i] else [0, 1 + k.adapter, shape, term]
             guess = FAMILY[0] if exact[i] else GUESSED if self._sure[k.adapter] else FAMILY[1]
             wide.append(COPY if self.copied[i] else guess)
+        wide.append(COPY)  # of what is looked up, behind the first token
         self.of = np.zeros((f, bins, len(wide)))  # whether a term counts in a family at a bin
         np.put_along_axis(self.of, of, 1.0, 2)
+        self.mine = np.zeros((f, bins, len(OWN)))  # likewise of a text's own terms
+        self.mine[~self.copied, :, 0] = self.mine[self.copied, 0, 1] = self.mine[self.copied, 1:, 2] = 1.0
         self.mean, self.doubts, self._diagonal = np.zeros(len(wide)), np.diag(wide) ** 2, np.diag_indices(len(wide))
         # texts get easier for all drafts sooner than for one family alone: else what runs is praised for its texts
         drift = DRIFT * np.minimum(np.array(wide), WANDER) ** 2 / ALL**2
         self._drift = np.stack([drift, drift])  # by rounds of drafts, and by what is heard of copies beside them
-        self._drift[1, :first] = self._drift[1, first + np.flatnonzero(~self.copied)] = 0
+        self._drift[1, self.of[~self.copied].any((0, 1))] = 0
 
     def shared(self) -> np.ndarray:
         """Conditional acceptance of all families, on a text like any. [F, DEPTH]"""
@@ -126,13 +135,13 @@ class Estimator:
         """
         self.settle()
         n = len(keys)
-        text = np.zeros((2, n))  # drafts, copies
+        text = np.zeros((n, len(OWN)))
         for i, key in enumerate(keys):
             if key in self.own:
-                text[:, i] = self.own[key].mean
+                text[i] = self.own[key].mean
         if features is not None:
-            text[0] += self.effect.weighed(features, n)
-        return _chance(self._odds()[:, None] + text[self.copied.astype(int)][:, :, None])
+            text[:, 0] += self.effect.weighed(features, n)
+        return _chance(self._odds()[:, None] + (text @ self.mine.swapaxes(1, 2))[:, :, BINS])
 
     def curves(self, keys: Sequence[Hashable], family: Family, features: np.ndarray | None = None) -> np.ndarray:
         """The same of one family. [n, DEPTH]"""
@@ -185,36 +194,35 @@ class Estimator:
 
     def _book(self, keys, f, seen, features, texts) -> None:
         """Learn from rounds that offered a draft, tried it, and saw it fail, of each key. [3, n, DEPTH]"""
-        copied = int(self.copied[f])
-        bound = (COPY if copied else TEXT) ** 2 / texts
+        copied = bool(self.copied[f])
         fixed = np.zeros(len(keys)) if copied else self.effect.weighed(features, len(keys))
         rounds = seen[0, :, 0] / texts  # [n]
         self.doubts[self._diagonal] += float(rounds.max()) * self._drift[int(copied)]
         surprise = [
-            self._learn(f, self.own.setdefault(k, _Text(texts)), copied, bound, rounds[i], float(fixed[i]), *seen[:, i])
+            self._learn(f, self.own.setdefault(k, _Text(texts)), texts, rounds[i], float(fixed[i]), *seen[:, i])
             for i, k in enumerate(keys)
         ]
         if not copied and features is not None:
             self.effect.learn(features, np.array(surprise))
 
-    def _learn(self, f, text, copied, bound, rounds, fixed, offered, tried, failed) -> float:
+    def _learn(self, f, text, texts, rounds, fixed, offered, tried, failed) -> float:
         """One step of the filter by the trials of a text. [DEPTH] each. Returns its failures beyond those foreseen.
 
         What is expected to be tried says how much can be learnt, and all positions are judged by what was foreseen of
         the round: trials end with a failure, so steps by what was really tried, or position after position, would lean.
         """
-        own, variance = text.turned(copied, bound, rounds)
+        at, mine = self.of[f], self.mine[f]  # [bins, terms], [bins, terms of a text]
+        own, variance = text.turned(mine.any(0), texts, rounds)
         if not offered[0]:
             return 0.0
-        at = self.of[f]  # [bins, terms]
-        chance = _chance(self.base[f] + (at @ self.mean)[BINS] + (own + fixed))
+        chance = _chance(self.base[f] + (at @ self.mean + mine @ own)[BINS] + fixed)
         failing, reached = 1 - chance, np.ones(DEPTH)  # the chance that a draft fails, and that it is tried at all
         np.multiply.accumulate(chance[:-1], out=reached[1:])
         seen = np.empty((2, DEPTH))
         seen[0], seen[1] = failed - tried * failing, offered * reached * failing * chance
         missed, information = np.add.reduceat(seen, STARTS, axis=1)  # [bins]; of what is never offered both are 0
         cover = self.doubts @ at.T  # [terms, bins]: covariance with what these trials show
-        spread = at @ cover + variance  # [bins, bins]
+        spread = at @ cover + mine * variance @ mine.T  # [bins, bins]
         root = np.sqrt(np.maximum(information, 1e-9))
         inverse = np.linalg.inv(EYE + root[:, None] * spread * root)
         weight = root * (inverse @ (missed / root))
@@ -222,8 +230,8 @@ class Estimator:
         shrunk = root[:, None] * inverse * root
         self.mean += cover @ weight
         self.doubts -= cover @ shrunk @ cover.T
-        text.mean[copied] = min(max(own + variance * float(weight.sum()), -4.0), 4.0)
-        text.variance[copied] = variance - variance**2 * float(shrunk.sum())
+        text.mean = np.minimum(np.maximum(own + variance * (weight @ mine), -4.0), 4.0)
+        text.variance = variance - variance**2 * ((shrunk @ mine) * mine).sum(0)
         self._shift = None
         return float(missed.sum())
 
@@ -245,25 +253,23 @@ class Estimator:
 
 
 class _Text:
-    """What is known of a text, or of the mean of many: its terms for drafts and for copies, and their variances."""
+    """What is known of a text, or of the mean of many: its own terms, see `OWN`, and their variances."""
 
     def __init__(self, texts: int) -> None:
-        self.mean, self.variance = [0.0, 0.0], [TEXT**2 / texts, COPY**2 / texts]
-        self.bounds = list(self.variance)
+        self.mean, self.bounds = np.zeros(len(OWN)), OWN**2 / texts
+        self.variance = self.bounds.copy()
 
-    def turned(self, copied: int, bound: float, rounds: float) -> tuple[float, float]:
-        """Mean and variance, some rounds later."""
-        self.bounds[copied] = bound
-        kept = (1 - TURN) ** rounds
-        self.mean[copied] *= kept
-        return self.mean[copied], kept**2 * self.variance[copied] + (1 - kept**2) * bound
+    def turned(self, which: np.ndarray, texts: int, rounds: float) -> tuple[np.ndarray, np.ndarray]:
+        """Means and variances, some rounds later that show some of the terms. which: [3] bool"""
+        self.bounds[which] = OWN[which] ** 2 / texts
+        kept = np.where(which, (1 - TURN) ** rounds, 1.0)
+        return kept * self.mean, kept**2 * self.variance + (1 - kept**2) * self.bounds
 
     def renew(self, share: float) -> None:
         """A share of the texts are others now."""
         kept = (1 - share) ** 2
-        for i, bound in enumerate(self.bounds):
-            self.mean[i] *= 1 - share
-            self.variance[i] = kept * self.variance[i] + (1 - kept) * bound
+        self.mean = self.mean * (1 - share)
+        self.variance = kept * self.variance + (1 - kept) * self.bounds
 
 
 def _chance(odds: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from selfspec.plan import BLOCKS, Plan
 from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.views import Views
 
-LOOKUP = Plan("lookup", BLOCKS[-1])
+LOOKUP = Plan("lookup", BLOCKS[-1])  # what is heard of
 POOL = ("all requests",)  # the key of a batch that is taken as one
 
 
@@ -24,6 +24,7 @@ class Heard:
     def __init__(self, estimator: Estimator):
         self.estimator = estimator
         self._rounds: dict[tuple[Plan, bool], list[tuple[Views, Sequence[int], Sequence[bool] | None]]] = {}
+        self._copied: dict[tuple[Hashable, int], list[int]] = {}  # of a key that stands for so many requests
 
     def add(
         self, plan: Plan, views: Views, emitted: Sequence[int], ended: Sequence[bool] | None = None, pool: bool = False
@@ -37,28 +38,32 @@ class Heard:
             ended: whether each ended.
             pool: book all requests as one.
         """
-        if views.copied is not None and not plan.lookup:
-            self._overhear(views, views.copied, emitted, pool)
-        if plan.nodes == 1:
+        if views.copied is not None:
+            self._overhear(views.keys, views.copied, pool)
+        # rounds of small blocks begin inside a passage more often than those of the largest, which the estimator knows
+        if plan.nodes == 1 or (plan.lookup and views.copied is not None):
             return
         if pool:  # requests that have left are not held in memory
             views = views.of_keys([*POOL] * len(views))
         self._rounds.setdefault((plan, pool), []).append((views, emitted, ended))
 
-    def _overhear(self, views: Views, copied: Sequence[int | None], emitted: Sequence[int], pool: bool) -> None:
-        """Keep what lookup would have done in a round: as far as it went on like the text, and no further."""
-        who = [i for i, right in enumerate(copied) if right is not None and emitted[i]]
-        if not who or not any(k.source == "lookup" for k in self.estimator.kinds):
+    def _overhear(self, keys: Sequence[Hashable], copied: Sequence[Sequence[int] | None], pool: bool) -> None:
+        """Keep what rounds of lookup would have accepted; the texts' end cuts none of them, as it is never told."""
+        if not any(self.estimator.copied):
             return
-        right = [copied[i] or 0 for i in who]
-        some = Views([views.keys[i] for i in who], [views.contexts[i] for i in who], views.ends[who], views.reach)
-        all_right = [r >= emitted[i] for r, i in zip(right, who)]
-        self.add(LOOKUP, some, [r + 1 for r in right], all_right, pool)
+        for key, accepted in zip([*POOL] * len(keys) if pool else keys, copied, strict=True):
+            if accepted:
+                self._copied.setdefault((key, len(keys) if pool else 1), []).extend(accepted)
+
+    def _tell_copied(self) -> None:
+        copied, self._copied = self._copied, {}
+        for (key, texts), right in copied.items():
+            offered = [LOOKUP.block_size - 1] * len(right)
+            self.estimator.observe([key] * len(right), families(LOOKUP)[0], offered, right, None, texts)
 
     def tell(self) -> None:
         """Tell the estimator which drafts were accepted."""
-        if not self._rounds:
-            return
+        self._tell_copied()
         kept, self._rounds = self._rounds, {}
         for (plan, pool), rounds in kept.items():
             views = Views.together([v for v, *_ in rounds])

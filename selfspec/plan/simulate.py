@@ -20,8 +20,10 @@ from selfspec.plan import Plan
 from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import DEPTH, Family, families
 from selfspec.plan.planner import Assignment, Policy, View
+from selfspec.plan.views import Views
 from selfspec.stats import Stats
 
+LOOKUP = Family("lookup")
 CHUNK = 512  # prompt positions of a prefill forward
 
 
@@ -204,6 +206,7 @@ class _Running:
     missed: bool = False
     last: Plan | None = None  # that it ran
     rounds: int = 0
+    looked: int = 0  # where the round of lookup begins that goes along its text
 
     @property
     def left(self) -> int:
@@ -211,6 +214,17 @@ class _Running:
 
     def view(self) -> View:
         return View(self.key, self.trace.prompt + self.emitted, self.left, self.saved, self.missed)
+
+    def heard(self) -> list[int]:
+        """What rounds of lookup that ended since the last time would have accepted, as a session hears of them."""
+        out: list[int] = []
+        while self.looked < self.emitted:
+            accepted = self.trace.at(LOOKUP, self.looked)
+            if self.looked + accepted + 1 > self.emitted:
+                break
+            out.append(accepted)
+            self.looked += accepted + 1
+        return out
 
 
 class Door(Protocol):
@@ -234,6 +248,7 @@ def simulate(
     tokens: float = math.inf,
     lag: int = 0,
     door: Door | None = None,
+    hears: int = 16,
 ) -> Outcome:
     """Run a queue of requests through a number of slots, all there from the start.
 
@@ -249,6 +264,7 @@ def simulate(
         tokens: end after so many.
         lag: rounds of the others between a request's end and the next one's beginning in its slot.
         door: says when those that wait go in; by default at once.
+        hears: most requests at a time whose texts are looked through for copies, whatever runs.
 
     Raises:
         ValueError: the policy left a request out or gave it two plans, or a trace lacks a family that it chose.
@@ -291,6 +307,8 @@ def simulate(
             emitted = [_step(r, a.plan, room) for r, room in zip(group, a.offered, strict=True)]
             out.tokens, out.rounds = out.tokens + sum(emitted), out.rounds + len(emitted)
             out.accepted.update(emitted)
+            if len(active) <= hears and all(r.trace.knows(LOOKUP) for r in group):
+                a = replace(a, views=Views.of(a.views).heard({id(r.key): r.heard() for r in group}))
             policy.observe(a, emitted, ms / 1e3, [not r.left for r in group], [r.saved for r in group], cold)
         leaving = [k - 1 for k in leaving]
         for r in [r for r in active if not r.left]:

@@ -29,6 +29,9 @@ class Values:
         self.saved = np.array([index[s] for _, s in pairs])
         self.depth = np.array([(p.block_size if p.tree else p.nodes) - 1 for p in plans])
         self.lookup = np.array([p.lookup for p in plans])
+        self.lookups = np.flatnonzero(self.lookup)
+        steps = self.depth[self.lookups][:, None] + 1
+        self.full = (POSITION + 1) % steps == 0  # [L, DEPTH] drafts of the largest block that fill a smaller one
         over = [k for k, p in enumerate(plans) if p.overlap]
         self.overlaps = np.array(over, int)
         groups = np.array([min(plans[k].groups or DEPTH + 1, DEPTH + 1) for k in over], int)
@@ -58,12 +61,29 @@ class Values:
         np.cumsum(survival, 2, out=upto[:, :, 1:])
         upto[:, :, 1:] += 1
         tokens, hit = upto[self.made[:, None], at, room], np.zeros(len(self.plans))
+        if len(self.lookups):
+            tokens[self.lookups] = 1 + (tokens[self.lookups] - 1) * self._resumed(upto, survival)
         if len(self.overlaps):
             chance = self.kept(survival)
             o = self.overlaps
             tokens[o] = 1 + chance * (upto[self.saved[o][:, None], at, room[o]] - 1)
             hit[o] = chance.sum(1) / n
         return tokens.T, hit
+
+    def _resumed(self, upto: np.ndarray, survival: np.ndarray) -> np.ndarray:
+        """How many times as many tokens a block of lookup accepts as the first drafts of the largest one. [L, n]
+
+        A passage longer than the block is gone on with in the next round, whose first draft is right so much more
+        often: what the largest block takes in one round takes one round more for every block that is full.
+
+        Args:
+            upto: [F, n, DEPTH + 1] tokens of rounds that verify so many drafts of the largest block.
+            survival: [F, n, DEPTH] the chance that draft j and all before it are accepted.
+        """
+        made = self.made[self.lookups]
+        rounds = 1 + (survival[made] * self.full[:, None]).sum(2)
+        first = upto[made, :, self.depth[self.lookups]]
+        return (upto[made, :, -1] / rounds - 1) / (first - 1)
 
     def kept(self, survival: np.ndarray) -> np.ndarray:
         """The chance that a kept group is the one that comes true, for every overlap. [F, n, DEPTH] -> [O, n]

@@ -48,8 +48,8 @@ class Views(Sequence[View]):
         missed: [n] bool, likewise.
         lookups: [n], likewise; None where nobody looked.
         features: [n] float, nan where one is not known; None where none is.
-        copied: [n] tokens of the round that lookup would have guessed, whatever ran, None for whom nobody looked; once
-            the round has been read.
+        copied: [n] what each round of lookup that ends in the round's tokens would have accepted, whatever ran, None
+            for whom nobody looked; once the round has been read.
     """
 
     keys: list[Any]
@@ -60,7 +60,7 @@ class Views(Sequence[View]):
     missed: list[bool] = field(default_factory=list)
     lookups: list[int | None] | None = None
     features: np.ndarray | None = None
-    copied: list[int | None] | None = None
+    copied: list[Sequence[int] | None] | None = None
 
     @staticmethod
     def of(views: Sequence[View]) -> Views:
@@ -136,8 +136,8 @@ class Views(Sequence[View]):
         saved = [s and id(key) in drafted for s, key in zip(self.saved, self.keys, strict=True)]
         return replace(self, saved=saved, missed=[s and not there for s, there in zip(self.saved, saved)])
 
-    def heard(self, copied: Mapping[int, int]) -> Views:
-        """The same, and what was heard of copies in the texts. copied: by id of the request."""
+    def heard(self, copied: Mapping[int, Sequence[int]]) -> Views:
+        """The same, and what was heard of rounds of lookup along the texts. copied: by id of the request."""
         return replace(self, copied=[copied.get(id(key)) for key in self.keys]) if copied else self
 
     def offered(self, plan: Plan) -> np.ndarray:
