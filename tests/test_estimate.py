@@ -260,3 +260,21 @@ def test_what_an_adapter_tells_of_a_kind_is_taken():
     assert cut[0] == 0.7 and hidden[0] == pytest.approx(harder(0.7, 1.6))
     with pytest.raises(ValueError, match="chains; this one tells that of tree=15"):
         told(Family("known"), {"tree=15": [0.8]})
+
+
+def test_a_larger_tree_does_not_fall_behind_the_smaller_one_that_ran():
+    """Trees of 15 nodes did better than told while short blocks did not; those of 31, which hold them, stayed behind."""
+    small, large, short = Family("known", 0, 15), Family("known", 0, 31), Family("known", 0, 0, 4)
+    told = {"chain": [0.6] * 15, "block=4": [0.56] * 3, "tree=15": [0.72] * 15, "tree=31": [0.75] * 15}
+    estimator = Estimator([small, large, short], [told])
+    before = estimator.tau(large) - estimator.tau(small)
+    rng = np.random.default_rng(0)
+    for family, chance, depth in ((short, 0.56, 3), (small, 0.78, 15)):
+        for i in range(300):
+            keys = [f"{family}/{i}/{k}" for k in range(8)]
+            accepted = [int(np.argmin([*(rng.random(depth) < chance), False])) for _ in keys]
+            estimator.observe(keys, family, [depth] * 8, accepted)
+            for key in keys:
+                estimator.forget(key)
+    assert estimator.tau(small) == pytest.approx(1 + 0.78 / 0.22, rel=0.08)
+    assert estimator.tau(large) - estimator.tau(small) > 0.5 * before

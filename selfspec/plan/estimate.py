@@ -3,7 +3,7 @@
 c[j] is the chance that draft j is accepted when all before it were. Its log odds of failing are what the adapter tells
 of this family of drafts, plus what was learnt since:
 
-    log (1 - c[j]) / c[j] = told + all drafts + adapter + adapter at j + family + text          (a Rasch model)
+    log (1 - c[j]) / c[j] = told + all drafts + adapter + adapter at j + kind + family + text          (a Rasch model)
 
 The terms but the last are one Gaussian belief, kept by an extended Kalman filter: a round that fails more often than
 foreseen raises each term by its share of the doubt, so what all drafts have in common is not blamed on the family that
@@ -18,6 +18,7 @@ behind one that was right. Whether a text says things again, and how far it then
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -30,7 +31,8 @@ STARTS = (0, 1, 2, 3, 7)  # where positions begin that move together
 BINS = np.searchsorted(STARTS, range(DEPTH), side="right") - 1
 EYE = np.eye(len(STARTS))
 # standard deviations of terms before anything has run: where the adapter tells its acceptance, and where it is guessed
-ALL, ADAPTER, SHAPE, FAMILY, GUESSED = 0.3, (0.2, 1.0), (0.15, 0.6), (0.1, 0.25), 0.25
+ALL, ADAPTER, SHAPE = 0.3, (0.2, 1.0), (0.15, 0.6)
+KIND, FAMILY = (0.15, 0.2, 0.2), (0.05, 0.12, 0.12)  # told of the family, of others of its adapter, of none
 TEXT, COPY = 0.85, 1.2  # of texts, to drafts and to what is looked up in them
 OWN = np.array([TEXT, COPY, COPY])  # of a text's terms: drafts, first token looked up, those behind it
 TURN = np.array([0.01, 0.04, 0.04])  # share of them that a round renews: copies come in bursts, and late in texts
@@ -75,27 +77,36 @@ class Estimator:
         self.base = np.stack([np.log((1 - c) / c) for c, _ in found])  # [F, DEPTH] log odds of failing
         self.effect = _Effect()
         self.own: dict[Hashable, _Text] = {}
-        self._terms(len(known), [f for _, f in found])
+        self._terms([f for _, f in found])
         self._shift: np.ndarray | None = None
         self._waiting: dict[tuple[Hashable, int, int], np.ndarray] = {}
 
-    def _terms(self, adapters: int, exact: list[bool]) -> None:
-        """Lay out the shared terms: all drafts, adapters, adapters by bin, families; and what is doubted of each."""
-        bins, f = len(STARTS), len(self.kinds)
-        first = 1 + adapters + adapters * bins
-        of = np.zeros((f, bins, 4), int)
-        wide = [ALL, *(ADAPTER[not s] for s in self._sure), *np.repeat([SHAPE[not s] for s in self._sure], bins)]
-        for i, k in enumerate(self.kinds):
-            for b in range(bins):
-                shape = 1 + adapters + k.adapter * bins + b
-                term = first + (f if self.copied[i] and b else i)
-                of[i, b] = [term] * 4 if self.copied[i] else [0, 1 + k.adapter, shape, term]
-            guess = FAMILY[0] if exact[i] else GUESSED if self._sure[k.adapter] else FAMILY[1]
-            wide.append(COPY if self.copied[i] else guess)
-        wide.append(COPY)  # of what is looked up, behind the first token
-        self.of = np.zeros((f, bins, len(wide)))  # whether a term counts in a family at a bin
-        np.put_along_axis(self.of, of, 1.0, 2)
-        self.mine = np.zeros((f, bins, len(OWN)))  # likewise of a text's own terms
+    def _terms(self, exact: list[bool]) -> None:
+        """Lay out the shared terms and what is doubted of each."""
+        bins, place, wide, counts = len(STARTS), dict[Hashable, int](), list[float](), list[tuple[int, int, int]]()
+
+        def count(i: int, b: int, name: Hashable, deviation: float) -> None:
+            """A term counts in a family at a bin."""
+            if name not in place:
+                place[name] = len(wide)
+                wide.append(deviation)
+            counts.append((i, b, place[name]))
+
+        for (i, k), b in product(enumerate(self.kinds), range(bins)):
+            if self.copied[i]:
+                count(i, b, ("copied", b > 0), COPY)
+                continue
+            sure = self._sure[k.adapter]
+            guess = 0 if exact[i] else 1 if sure else 2
+            count(i, b, "all", ALL)
+            count(i, b, ("adapter", k.adapter), ADAPTER[not sure])
+            count(i, b, ("shape", k.adapter, b), SHAPE[not sure])
+            # the trees of a draft hold one another: what is found of one size holds for all; likewise short blocks
+            count(i, b, ("kind", k._replace(nodes=min(k.nodes, 1), block=min(k.block, 1))), KIND[guess])
+            count(i, b, k, FAMILY[guess])
+        self.of = np.zeros((len(self.kinds), bins, len(wide)))
+        self.of[tuple(np.array(counts).T)] = 1.0
+        self.mine = np.zeros((len(self.kinds), bins, len(OWN)))  # likewise of a text's own terms
         self.mine[~self.copied, :, 0] = self.mine[self.copied, 0, 1] = self.mine[self.copied, 1:, 2] = 1.0
         self.mean, self.doubts, self._diagonal = np.zeros(len(wide)), np.diag(wide) ** 2, np.diag_indices(len(wide))
         # texts get easier for all drafts sooner than for one family alone: else what runs is praised for its texts
