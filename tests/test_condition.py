@@ -170,6 +170,17 @@ def test_the_rest_of_the_vocabulary_weighs_what_the_marginals_give_it(wide, serv
                 assert want[int(best)] == max(want)
 
 
+def test_float64_is_left_to_torch(monkeypatch):
+    """A kernel's products are float32 at best."""
+    monkeypatch.setattr(kernels, "DEVICES", {DEVICE})
+    monkeypatch.setattr("selfspec.kernels.pairs._run", lambda *_: pytest.fail("a kernel ran"))
+    table, plain, given = given_of(2, 4)
+    given = Given(told_by(table.double()), given.states.double(), given.before)
+    top, ids = tops.reference(plain.double(), 8)
+    assert condition.successors(given, ids).shape == ids.shape
+    assert condition.near(given, ids, top, plain.gather(-1, ids[..., :1])[..., 0], 8)[0].shape == (2, 4, 8, 8)
+
+
 def test_a_head_that_is_a_product_is_read_where_it_is_asked():
     """A cap, a scale or a bias behind the product shows, and all of the vocabulary is computed then."""
     assert Backbone(model_of("Llama")).readout is not None

@@ -263,7 +263,7 @@ def test_what_an_adapter_tells_of_a_kind_is_taken():
 
 
 def test_a_larger_tree_does_not_fall_behind_the_smaller_one_that_ran():
-    """Trees of 15 nodes did better than told while short blocks did not; those of 31, which hold them, stayed behind."""
+    """Trees of 15 nodes did better than told, short blocks did not; trees of 31, which hold those, stayed behind."""
     small, large, short = Family("known", 0, 15), Family("known", 0, 31), Family("known", 0, 0, 4)
     told = {"chain": [0.6] * 15, "block=4": [0.56] * 3, "tree=15": [0.72] * 15, "tree=31": [0.75] * 15}
     estimator = Estimator([small, large, short], [told])

@@ -234,8 +234,9 @@ def _corrected(given: Given, ids: Tensor) -> Tensor:
 
 
 def _served(given: Given, ids: Tensor) -> Tensor | None:
-    """The readout, where a kernel reads it."""
-    return given.condition.readout if kernels.serve(ids) and ids.numel() else None
+    """The readout, where a kernel reads it; its products are not float64's."""
+    known = kernels.serve(ids) and ids.numel() and given.states.dtype != torch.float64
+    return given.condition.readout if known else None
 
 
 def _few(given: Given, ids: Tensor, tokens: Tensor) -> Tensor:
