@@ -2,6 +2,8 @@
 with costs that the table does not know, captures that cost a hundred tokens.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from selfspec.plan.planner import Assignment, Fixed, Planner, View
 from selfspec.plan.simulate import bernoulli, simulate
 from selfspec.plan.table import LatencyTable
 from selfspec.plan.use import Use
+from selfspec.plan.views import Views
 
 AR, LAYERS = Plan("ar", 1), 30
 CLEAN = {
@@ -179,14 +182,39 @@ def test_what_suited_many_requests_is_not_kept_for_few():
 
 def test_rounds_of_another_load_were_not_foregone():
     """A load that came back after 60 rounds of another was taken to have waited 60 rounds for a better plan."""
-    use = Use(plans=(1,), since=40, wait=3, left=100)
+    use = Use(plans=(1,), since=40, wait=5, left=100)
     use.back(103)
-    assert use.wait == 2 and use.since == 40  # two rounds went by elsewhere
+    assert use.wait == 4 and use.since == 40  # two rounds went by elsewhere
     use.back(161)
-    assert use.wait == 1 and use.since == 40
+    assert use.wait == 3 and use.since == 40  # it is told of its drafts first
     use.left = 100
     use.back(400)
-    assert use.wait == 1 and use.since == 0
+    assert use.wait == 3 and use.since == 0
+
+
+def test_no_round_has_the_host_do_two_things():
+    """Drafts and copies were told in one round, and compared in the next: the GPU waited for the host."""
+    planner, did, key = planner_of(0, False), [], "a"
+    learn, expected, look = planner.learn, planner._expected, planner.probe.next
+    planner.learn = lambda d, c: did.extend(["drafts"] * d + ["copies"] * c) or learn(d, c)
+    planner._expected = lambda *a: did.append("compared") or expected(*a)
+    planner.probe.next = lambda *a: did.append("probed") or (look(*a) and None)
+    rng, rounds = np.random.default_rng(0), []
+    planner.dwell = 0  # the first rounds after a change are looked at one by one
+    for turn in range(400):
+        if turn % 101 == 100:
+            planner.forget(key)
+            key = f"{turn}"
+        did.clear()
+        (assignment,) = planner.round([View(key, 50 + turn % 100)])
+        rounds.append(list(did))
+        views = Views.of(assignment.views)
+        planner.observe(Assignment(views.heard({id(key): [0, 0, 2]}), assignment.plan), [1 + rng.geometric(0.4)], 1e-3)
+    assert all(len(done) <= 1 for done in rounds)
+    in_a_row = [i % 101 for i, (a, b) in enumerate(pairwise(rounds)) if a and b]
+    assert all(i == 99 for i in in_a_row)  # only as another request comes
+    counts = {name: sum(name in done for done in rounds) for name in ("drafts", "copies", "compared", "probed")}
+    assert all(n > 10 for n in counts.values()), counts
 
 
 def test_trees_that_are_slow_for_many_requests_are_not_taken_to_be_slow_for_few():

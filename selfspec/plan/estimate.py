@@ -199,7 +199,8 @@ class Estimator:
         """Book the rounds that wait."""
         waiting, self._waiting = self._waiting, {}
         for (key, f, texts), seen in waiting.items():
-            steps = min(-(-int(seen[0].max()) // (AT_ONCE * texts)), STEPS)
+            # copies, which many rounds may wait for, are booked at once
+            steps = 1 if self.copied[f] else min(-(-int(seen[0].max()) // (AT_ONCE * texts)), STEPS)
             for _ in range(steps):
                 self._book([key], f, seen / steps, None, texts)
 

@@ -61,9 +61,17 @@ class Heard:
             offered = [LOOKUP.block_size - 1] * len(right)
             self.estimator.observe([key] * len(right), families(LOOKUP)[0], offered, right, None, texts)
 
-    def tell(self) -> None:
-        """Tell the estimator which drafts were accepted."""
-        self._tell_copied()
+    @property
+    def copies(self) -> bool:
+        """Whether anything was heard of copies."""
+        return bool(self._copied)
+
+    def tell(self, drafts: bool = True, copies: bool = True) -> None:
+        """Tell the estimator which drafts were accepted, and what was heard of copies."""
+        if copies:
+            self._tell_copied()
+        if not drafts:
+            return
         kept, self._rounds = self._rounds, {}
         for (plan, pool), rounds in kept.items():
             views = Views.together([v for v, *_ in rounds])

@@ -15,14 +15,14 @@ from selfspec.plan.cost import Costs, Pace
 from selfspec.plan.estimate import DEPTH, Estimator, families
 from selfspec.plan.heard import POOL, Heard
 from selfspec.plan.probe import Probe
-from selfspec.plan.use import Use
+from selfspec.plan.use import SOON, Use
 from selfspec.plan.value import Values
 from selfspec.plan.views import Assignment, View, Views
 
 if TYPE_CHECKING:
     from selfspec.pruning import Pruning
 
-LONGEST = 8  # times as many rounds pass between two comparisons while plain decoding stays the best
+LONGEST = 5  # times as many rounds pass between two comparisons while plain decoding stays the best
 KNOWN = 16  # timed rounds after which not every one is booked
 SURE = 3  # timed rounds after which a cost is known
 UNBOUNDED = 1 << 30  # tokens left: caps bite only in a text's last rounds, which no change of plans would repay
@@ -124,8 +124,8 @@ class Planner:
         patience: relative gains that have to add up over rounds before a change; 1 % does not count. Plain decoding
             comes back sooner.
         dwell: rounds between two changes.
-        every: rounds between two comparisons while the same requests run; while plain decoding stays the best, up to
-            eight times as many.
+        every: rounds between two comparisons while the same requests run, 6 or more: what there is to think of is
+            spread over them (`Use.turn`); while plain decoding stays the best, up to five times as many.
         probe: share of the time for modes not in use.
         split: let a batch run as two rounds of different shapes; a `Session` runs one.
         packed: verification rows are packed, so that `prune` may give each request its own length; otherwise rows stand
@@ -144,7 +144,7 @@ class Planner:
         estimator: Estimator | None = None,
         patience: float = 2.0,
         dwell: int = 4,
-        every: int = 4,
+        every: int = 6,
         probe: float = 0.02,
         split: bool = False,
         packed: bool = False,
@@ -160,7 +160,7 @@ class Planner:
         self.patience, self.dwell, self.every = patience, dwell, every
         self.pace, self.probe = Pace([_alike(p) for p in self.plans]), Probe(probe)
         self.log: deque[Decision] = deque(maxlen=512)
-        self.rounds = self.switches = self._learnt = 0
+        self.rounds = self.switches = self._overheard = 0
         self.rate = 0.0
         self._uses: dict[int, Use] = {}  # by doublings of the number of requests
         self._use = Use()
@@ -196,29 +196,27 @@ class Planner:
         use = self._used(n)
         use.since += 1
         use.wait -= 1
+        if keys != use.keys:
+            use.soon(self.split)
         fresh = use.since <= 4 * self.dwell
-        due = fresh or use.wait <= 0 or keys != use.keys
-        probed = None
-        # a GPU should never wait for the host: what there is to think of is spread over the rounds
-        if self.probe.running or (not due and use.wait == self.every // 2):
-            probed = self.probe.next(self, n, views.context)
-        later = due and not (fresh or use.told or self.split) and self._learnt < self.rounds - 1 and bool(use.parts)
-        if (later or not due) and probed is None:
-            if later or use.wait == 1:
-                self.learn()
-            use.told = later
+        turn = "compare" if fresh else use.turn(self.heard.copies and self.rounds - self._overheard > self.every)
+        probed = self.probe.next(self, n, views.context) if turn == "probe" or self.probe.running else None
+        if turn != "compare" and probed is None:
+            if turn in ("drafts", "copies"):
+                self.learn(turn == "drafts", turn == "copies")
             return self._assigned(views, use.parts)
-        use.told = False
+        if self.split or fresh:  # what a change brings is to be seen at once
+            self.learn()
         tokens, ms = self._expected(views, keys)
         if probed is None and self._beyond(n) and self.pace.known(self._plain, n) < SURE:
             probed = self._plain
         if probed is not None:
             parts, why = [(probed, list(range(n)))], "probe"
-            use.wait = 0
+            use.wait = SOON if use.parts else 0
         else:
             parts, why = self._best(tokens, ms, n)
             idle = why == "keep" and use.plans == (self._plain,)  # nothing is learnt of drafts meanwhile
-            use.pause = min(2 * use.pause, LONGEST * self.every) if idle else self.every
+            use.pause = min(max(2 * use.pause, self.every), LONGEST * self.every) if idle else self.every
             use.parts, use.keys, use.wait = parts, keys, use.pause
         chosen = tuple((self.plans[k], len(members)) for k, members in parts)
         self.log.append(Decision(self.rounds, views.context, tokens.sum(0), ms[:, -1], chosen, why))
@@ -235,8 +233,6 @@ class Planner:
 
     def _expected(self, views: Views, keys: Sequence[Hashable]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [n or 1, K] and milliseconds [K, n + 1 or 1], the last of all requests, of a round of every plan."""
-        if self._use.since <= 4 * self.dwell or self._learnt < self.rounds - 1:
-            self.learn()
         n, m, features = len(views), len(keys), views.features
         if features is not None and m < n:
             features = np.nanmean(features, keepdims=True)
@@ -370,10 +366,11 @@ class Planner:
                 self.pace.observe(k, n, expected, ms, cold)
         self.probe.observe(plan, expected if ms is None else ms)
 
-    def learn(self) -> None:
-        """Bring the estimator up to date."""
-        self._learnt = self.rounds
-        self.heard.tell()
+    def learn(self, drafts: bool = True, copies: bool = True) -> None:
+        """Bring the estimator up to date, with the drafts that were verified and with the copies that were heard of."""
+        if copies:
+            self._overheard = self.rounds
+        self.heard.tell(drafts, copies)
         self.estimator.settle()
 
     def forget(self, key: Hashable) -> None:

@@ -45,7 +45,7 @@ class Probe:
         """The plan to probe now, or None."""
         if self.running:
             return self._marked_as(planner, self.running.pop(0))
-        if not self.share or not planner.rate or self.spent > self.share * self.total or self.round < self.looked + 8:
+        if not self.share or not planner.rate or self.spent > self.share * self.total or self.round < self.looked + 6:
             return None
         self.looked = self.round
         for _, k, family in sorted(self._hopes(planner, n, context), reverse=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+SOON = 3  # rounds, the first of which may tell of the drafts before, until a comparison
 AWAY = 64  # rounds with other numbers of requests, after which a choice is looked at as if it were new
 
 
@@ -24,7 +25,6 @@ class Use:
         wait: rounds until the next comparison.
         pause: rounds between two.
         left: number of the last round.
-        told: a comparison was due, and was put off until the estimator had heard of the rounds before.
     """
 
     plans: tuple[int, ...] = ()
@@ -34,13 +34,34 @@ class Use:
     parts: list[tuple[int, list[int]]] = field(default_factory=list)
     keys: Sequence[Hashable] = ()
     wait: int = 0
-    pause: int = 4
+    pause: int = 6
     left: int = 0
-    told: bool = False
 
     def back(self, number: int) -> None:
         """This is the number of its next round."""
         gone = number - self.left - 1
-        self.wait = max(min(self.wait, self.pause - gone), 1)  # 1: it is looked at now; nothing was foregone elsewhere
+        self.wait = min(self.wait, max(self.pause - gone, SOON))  # drafts are told first
         if gone > AWAY:
             self.since = self.lead = 0.0
+
+    def soon(self, now: bool) -> None:
+        """Somebody else is there: what is in use is compared soon, or now."""
+        cut = self.wait - (0 if now else SOON - 1)
+        if cut > 0:
+            self.wait, self.pause = self.wait - cut, self.pause - cut
+
+    def turn(self, overdue: bool) -> str:
+        """What a round is for, beside its tokens: a GPU should never wait for the host, which thinks of one thing.
+
+        After each such round comes one for nothing, as rounds are launched two ahead.
+
+        Args:
+            overdue: of copies that were heard nothing was told for long.
+        """
+        if self.wait <= 0:
+            return "compare"
+        if self.wait % 2:
+            return ""
+        if self.wait == 2:
+            return "drafts"
+        return "copies" if overdue else "probe" if self.wait == 4 else ""
