@@ -331,3 +331,11 @@ def test_a_table_is_asked_once_for_all_numbers_of_requests(monkeypatch):
     assert once < len(asked) <= 2 * once
     for n in (1, 4, 200):
         assert made.round(Plan("ar", 1), n, 100) == pytest.approx(float(time(made.table, "clean", 1, n)))
+
+
+def test_a_planner_says_what_it_needs():
+    plans = whole_menu()
+    with pytest.raises(ValueError, match="plain decoding"):
+        Planner(costs(0.1), [p for p in plans if p.nodes > 1])
+    with pytest.raises(ValueError, match="every=4: expected 6 rounds or more"):
+        Planner(costs(0.1), plans, every=4)

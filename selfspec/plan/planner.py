@@ -151,6 +151,8 @@ class Planner:
     ):
         if not any(p.nodes == 1 for p in plans):
             raise ValueError("the menu needs plain decoding, Plan('ar', 1), to fall back to")
+        if every < 6:
+            raise ValueError(f"every={every}: expected 6 rounds or more, as its thinking is spread over them")
         self.costs, self.plans, self.split, self.packed = costs, list(plans), split, packed
         kinds = [f for p in plans for f in families(p)]
         self.estimator = estimator or Estimator(kinds, [0.7] * len(costs.entries))
