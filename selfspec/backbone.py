@@ -138,8 +138,10 @@ class Backbone(nn.Module):
         self.asked: list[int | None] | None = []  # what the layers ask attention for, while the probe runs
         self.turn = Turn()
         self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
-        self.reader: tuple[nn.Linear, ...] = ()  # behind `readout`; in a tuple it is no part of this module
         self._probe(model if verify else None)
+        # behind `readout`; in a tuple it is no part of this module
+        like = self.embeddings.weight.new_empty(self.config.hidden_size)
+        self.reader = reader_of(model.get_output_embeddings(), self.logits, like)
 
     @property
     def device(self) -> torch.device:
@@ -379,8 +381,7 @@ class Backbone(nn.Module):
             self.masked = [want if ask is None else None for want, ask in zip(wanted, asked)]
             self.windows = [ask or want for want, ask in zip(wanted, asked)]
             cache = PrefixCache(self.n_layers)
-            states = self(layout, cache, ids).clean
-            ours = self.logits(states)
+            ours = self.logits(self(layout, cache, ids).clean)
         except (TypeError, AttributeError, KeyError, IndexError, ValueError) as cause:
             raise UnsupportedModel(f"{name}: its layers cannot be called one by one ({cause})") from cause
         for layer in cache.layers:
@@ -389,7 +390,6 @@ class Backbone(nn.Module):
             self.kv_shapes.append((layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]))
         if model is None:
             return
-        self.reader = reader_of(model.get_output_embeddings(), states, ours)
         own = own_logits(model, ids)
         loose = 0.1 if self.dtype in (torch.bfloat16, torch.float16) else 1e-3
         error = (own - ours).float().norm() / own.float().norm().clamp(min=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
@@ -113,18 +113,30 @@ def head_of(model: PreTrainedModel, inner: nn.Module) -> nn.Module:
     return head
 
 
-def reader_of(linear: nn.Module | None, states: Tensor, logits: Tensor) -> tuple[nn.Linear, ...]:
+@torch.no_grad()
+def reader_of(linear: nn.Module | None, logits: Callable[[Tensor], Tensor], like: Tensor) -> tuple[nn.Linear, ...]:
     """The Linear whose product with hidden states is all that a head does, if it is.
+
+    Tried on states so strong that a cap shows, and on nothing, which shows a bias.
 
     Args:
         linear: the model's output embeddings.
-        states: [..., d]
-        logits: [..., V], what it makes of them.
+        logits: what the head makes of states, [1, 2, d] -> [1, 2, V].
+        like: [d], dtype and device of hidden states.
     """
-    if type(linear) is not nn.Linear or linear.bias is not None or logits.shape[-1] != len(linear.weight):
+    weight = getattr(linear, "weight", None)
+    if type(linear) is not nn.Linear or linear.bias is not None or type(weight) is not nn.Parameter:
         return ()
-    error = (nn.functional.linear(states, linear.weight) - logits).float().norm()
-    return (linear,) if error <= 8 * torch.finfo(logits.dtype).eps * logits.float().norm() else ()
+    if weight.dtype != like.dtype or weight.shape[1] != len(like) or not weight.is_contiguous():
+        return ()
+    strong = 1000 * torch.arange(len(like), device=like.device, dtype=torch.float32).cos()
+    states = torch.stack([torch.zeros_like(like), strong.to(like.dtype)])[None]
+    found = logits(states)
+    if found.shape[-1] != len(weight) or found[0, 0].any():
+        return ()
+    want = nn.functional.linear(states, weight).float()
+    error = (found.float() - want).norm()
+    return (linear,) if error <= torch.finfo(like.dtype).eps * want.norm() else ()
 
 
 class _PassThrough(nn.Module):

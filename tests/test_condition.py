@@ -19,6 +19,7 @@ from selfspec.draft.trees.domino import over_candidates
 from selfspec.plan import Plan
 from selfspec.sampling import Pipeline, Sampling
 from selfspec.session import Request, Session
+from selfspec.shadow import reader_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FORMS = ("markov", "sampler")  # of the head that conditions
@@ -182,10 +183,23 @@ def test_float64_is_left_to_torch(monkeypatch):
 
 
 def test_a_head_that_is_a_product_is_read_where_it_is_asked():
-    """A cap, a scale or a bias behind the product shows, and all of the vocabulary is computed then."""
-    assert Backbone(model_of("Llama")).readout is not None
-    for family in ("Gemma2", "Granite"):
-        assert Backbone(model_of(family)).readout is None, family
+    """A cap, a scale or a bias behind the product shows, in half precision too, and all logits are computed then."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert Backbone(model_of("Llama").to(dtype)).readout is not None
+        for family in ("Gemma2", "Granite"):
+            assert Backbone(model_of(family).to(dtype)).readout is None, family
+
+
+def test_every_adapter_of_a_model_has_its_readout():
+    """The second one's head was left out on a CPU, as only the first backbone of a model was compared with it."""
+    assert Backbone(model_of("Llama"), verify=False).readout is not None
+
+
+def test_a_head_in_another_dtype_or_of_another_width_is_no_readout():
+    """Such models could not be loaded."""
+    like = torch.zeros(32)
+    for head in (torch.nn.Linear(32, 24, bias=False).double(), torch.nn.Linear(16, 24, bias=False), None):
+        assert reader_of(head, lambda states: states, like) == ()
 
 
 @pytest.mark.gpu

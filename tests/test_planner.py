@@ -12,6 +12,7 @@ from selfspec.plan.latency import Latency
 from selfspec.plan.planner import POOL, Assignment, Fixed, Planner, View
 from selfspec.plan.simulate import Outcome, bernoulli, simulate
 from selfspec.plan.table import LatencyTable
+from selfspec.plan.views import Views
 from selfspec.request import Request
 
 AR = Plan("ar", 1)
@@ -331,6 +332,44 @@ def test_a_table_is_asked_once_for_all_numbers_of_requests(monkeypatch):
     assert once < len(asked) <= 2 * once
     for n in (1, 4, 200):
         assert made.round(Plan("ar", 1), n, 100) == pytest.approx(float(time(made.table, "clean", 1, n)))
+
+
+def test_plans_of_lookup_without_drafts_promise_one_token():
+    """Nothing over nothing was the highest of all promises."""
+    plans = [Plan("ar", 1), Plan("lookup", 4, verify_length=1), Plan("sequential", 16), Plan("lookup", 4)]
+    planner = Planner(costs(0.1), plans)
+    tokens, _ = planner.values.tokens(
+        np.multiply.accumulate(planner.estimator.all(["a"]), 2), np.array([99]), np.array([15])
+    )
+    assert tokens[0, 1] == 1 and np.isfinite(tokens).all()
+
+
+@pytest.mark.parametrize("stay", [2, 3, 4])
+def test_copies_are_told_also_at_loads_that_alternate(stay):
+    """No stay was long enough for their turn, and what was heard of them was kept for ever."""
+    planner = Planner(costs(0.1), whole_menu())
+    for i in range(1200):
+        views = Views.of([View(k, 100 + i) for k in range(4 + i // stay % 2)])
+        (assignment,) = planner.round(views)
+        heard = Views.of(assignment.views).heard({id(k): [1, 0] for k in views.keys})
+        planner.observe(Assignment(heard, assignment.plan), [2] * len(views), 1e-3)
+    assert sum(map(len, planner.heard._copied.values())) < 1000
+
+
+def test_nothing_is_kept_of_a_request_that_left_a_batch():
+    """It ran alone, was joined, and left while the batch was one: its own rounds were told after it was forgotten."""
+    planner = Planner(costs(0.1), whole_menu())
+    for turn in range(20):
+        for i in range(30):
+            keys = [turn] if i < 28 else [turn, turn + 1]
+            views = Views.of([View(k, 100 + i) for k in keys])
+            (assignment,) = planner.round(views)
+            heard = Views.of(assignment.views).heard({id(k): [1] for k in keys})
+            planner.observe(Assignment(heard, assignment.plan), [2] * len(keys), 1e-3)
+        planner.forget(turn)
+    for _ in range(60):
+        planner.observe(*[planner.round(Views.of([View(20, 100)]))[0], [2], 1e-3])
+    assert not {*range(20)} & set(planner.estimator.own)
 
 
 def test_a_planner_says_what_it_needs():

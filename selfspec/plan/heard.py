@@ -66,6 +66,11 @@ class Heard:
         """Whether anything was heard of copies."""
         return bool(self._copied)
 
+    def holds(self, key: Hashable) -> bool:
+        """Whether something of it is still to be told."""
+        rounds = (v for (_, pool), kept in self._rounds.items() if not pool for v, *_ in kept)
+        return any(k == key for k, _ in self._copied) or any(key in v.keys for v in rounds)
+
     def tell(self, drafts: bool = True, copies: bool = True) -> None:
         """Tell the estimator which drafts were accepted, and what was heard of copies."""
         if copies:

@@ -205,7 +205,8 @@ class Planner:
         probed = self.probe.next(self, n, views.context) if turn == "probe" or self.probe.running else None
         if turn != "compare" and probed is None:
             if turn in ("drafts", "copies"):
-                self.learn(turn == "drafts", turn == "copies")
+                late = self.rounds - self._overheard > 4 * self.every  # short stays may give copies no turn
+                self.learn(turn == "drafts", turn == "copies" or late)
             return self._assigned(views, use.parts)
         if self.split or fresh:  # what a change brings is to be seen at once
             self.learn()
@@ -377,7 +378,7 @@ class Planner:
 
     def forget(self, key: Hashable) -> None:
         """A request is gone."""
-        if self.split or self._use.keys is not POOL:  # before its text's own term goes
+        if self.split or self._use.keys is not POOL or self.heard.holds(key):  # before its text's own term goes
             self.heard.tell()
         self.estimator.forget(key)
         if key in self._members and len(self._members) > 1:

@@ -29,7 +29,7 @@ class Values:
         self.saved = np.array([index[s] for _, s in pairs])
         self.depth = np.array([(p.block_size if p.tree else p.nodes) - 1 for p in plans])
         self.lookup = np.array([p.lookup for p in plans])
-        self.lookups = np.flatnonzero(self.lookup)
+        self.lookups = np.flatnonzero(self.lookup & (self.depth > 0) & (self.depth <= DEPTH))
         steps = self.depth[self.lookups][:, None] + 1
         self.full = (POSITION + 1) % steps == 0  # [L, DEPTH] drafts of the largest block that fill a smaller one
         over = [k for k, p in enumerate(plans) if p.overlap]
