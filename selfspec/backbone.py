@@ -140,7 +140,7 @@ class Backbone(nn.Module):
         self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
         self._probe(model if verify else None)
         # behind `readout`; in a tuple it is no part of this module
-        like = self.embeddings.weight.new_empty(self.config.hidden_size)
+        like = torch.empty(self.config.hidden_size, dtype=self.dtype, device=self.device)
         self.reader = reader_of(model.get_output_embeddings(), self.logits, like)
 
     @property
