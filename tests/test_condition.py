@@ -1,5 +1,6 @@
 """Drafts conditioned on the token before them: growth, chains, sampling, and texts that stay what they were."""
 
+import copy
 import dataclasses
 import math
 
@@ -185,9 +186,9 @@ def test_float64_is_left_to_torch(monkeypatch):
 def test_a_head_that_is_a_product_is_read_where_it_is_asked():
     """A cap, a scale or a bias behind the product shows, in half precision too, and all logits are computed then."""
     for dtype in (torch.float32, torch.bfloat16):
-        assert Backbone(model_of("Llama").to(dtype)).readout is not None
+        assert Backbone(copy.deepcopy(model_of("Llama")).to(dtype)).readout is not None
         for family in ("Gemma2", "Granite"):
-            assert Backbone(model_of(family).to(dtype)).readout is None, family
+            assert Backbone(copy.deepcopy(model_of(family)).to(dtype)).readout is None, family
 
 
 def test_every_adapter_of_a_model_has_its_readout():
