@@ -139,8 +139,8 @@ class Backbone(nn.Module):
         self.turn = Turn()
         self.kv_shapes: list[tuple[int, int, int]] = []  # (Hkv, D, Dv) of every layer
         self._probe(model if verify else None)
-        # behind `readout`; in a tuple it is no part of this module
         like = torch.empty(self.config.hidden_size, dtype=self.dtype, device=self.device)
+        # behind `readout`; in a tuple it is no part of this module
         self.reader = reader_of(model.get_output_embeddings(), self.logits, like)
 
     @property

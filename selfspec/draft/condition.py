@@ -10,9 +10,11 @@ followed by,
 A chain then walks from candidate to candidate, always to the best; a tree grows best-first over these transitions (the
 idea of DominoTree; `draft.trees.domino` has the forms that look at the whole vocabulary at every step).
 
-K is a constant: what the head could put right stands nearly always among the first few. Nor are K rows of vocabulary
-width a position computed for them. A chain asks for the logits of the candidates alone; for a tree the normaliser is
-that of the WIDE most probable tokens, and of the rest as the marginals have it.
+K is a constant: what the head could put right stands nearly always among the first few. Where logits are a product with
+the model's own head and nothing more, K rows of vocabulary width a position need not be computed for them: only the
+rows of the head that are asked for are read. A chain asks for those of the candidates; a greedy tree for those of the
+WIDE most probable tokens, and takes the rest of its normaliser as the marginals have it. Trees of sampled or
+processed texts still look at the whole vocabulary.
 """
 
 from __future__ import annotations
