@@ -328,6 +328,6 @@ def test_a_row_that_does_not_suit_what_it_starts_from_is_a_row_with_its_error(st
 
 
 def test_options_of_a_sweep_are_refused_without_one() -> None:
-    for option in (["--only", "entry"], ["--until-minutes", "3"], ["--jobs", "2"]):
+    for option in (["--only", "entry"], ["--until-minutes", "3"], ["--jobs", "2"], ["--ahead"]):
         result = tiny_chat.run("train", "model=m", "data=d", *option)
         assert result.exit_code == 2 and "options of a sweep" in result.stderr

@@ -38,6 +38,9 @@ def main(
     jobs: Annotated[
         int | None, typer.Option(help="Of a sweep: rows trained at once; by default one for each GPU, or one.")
     ] = None,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Of a sweep: load the next row of a GPU while one trains there.")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint; the field resume.")] = False,
 ) -> int:
     """Train an adapter on a model's own answers."""
@@ -51,9 +54,9 @@ def main(
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes are to save and end, too
         with refusing():
             stages = [name.strip() for name in only.split(",") if name.strip()]
-            return run(sweep, config, fields, only=stages, until=until_minutes, jobs=jobs)
-    if only or until_minutes is not None or jobs is not None:
-        refuse("--only, --until-minutes and --jobs are options of a sweep: name its file with --sweep")
+            return run(sweep, config, fields, only=stages, until=until_minutes, jobs=jobs, ahead=ahead)
+    if only or until_minutes is not None or jobs is not None or ahead:
+        refuse("--only, --until-minutes, --jobs and --ahead are options of a sweep: name its file with --sweep")
     from selfspec.training.config import TrainConfig
     from selfspec.training.trainer import Trainer
 

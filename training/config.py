@@ -77,6 +77,8 @@ class TrainConfig:
         resume: go on from the checkpoint in `out` if there is one.
         tensorboard: write TensorBoard's events beside the log; None does so where it is installed.
         profile: steps to run under torch's profiler first; the table is written to `profile.txt`.
+        turn: a lock file of runs that share a GPU: one of them trains at a time, while others load, compile and
+            evaluate; empty waits for nobody.
     """
 
     model: str = ""
@@ -126,6 +128,7 @@ class TrainConfig:
     resume: bool = False
     tensorboard: bool | None = None
     profile: int = 0
+    turn: str = ""
 
     def __post_init__(self) -> None:
         for name in ("data", "valid"):

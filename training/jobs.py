@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -108,8 +109,20 @@ def together(
             raise
 
 
-def in_a_process(folder: Path, wanted: TrainConfig, gpu: str | None = None) -> str:
-    """Train a row in a process of its own, on a GPU if one is named. Returns "", or how it ended and its last words."""
+def in_a_process(folder: Path, wanted: TrainConfig, gpu: str | None = None, turns: Path | None = None) -> str:
+    """Train a row in a process of its own.
+
+    Args:
+        folder: of the row.
+        wanted: what to train.
+        gpu: as CUDA_VISIBLE_DEVICES names it; None leaves the device to the process.
+        turns: folder of the lock files by which rows of one place train one at a time; None where none share a place.
+
+    Returns:
+        "", or how it ended and its last words.
+    """
+    if turns is not None:
+        wanted = dataclasses.replace(wanted, turn=str(turns / f"gpu{gpu or ''}.lock"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(wanted.to_dict(), indent=1))
     command = [sys.executable, "-P", "-m", "selfspec.training", "--config", str(folder / "config.json")]

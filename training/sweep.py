@@ -27,8 +27,9 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ from selfspec.adapters import MaskPathConfig
 from selfspec.terminal import say, show_table
 from selfspec.training.config import TrainConfig, read_file
 from selfspec.training.forwards import Forwards
-from selfspec.training.jobs import Job, Row, Train, finished, in_a_process, places, together
+from selfspec.training.jobs import Job, Row, finished, in_a_process, places, together
 
 COLUMNS = ("tau", "tau_t1", "tau_hidden", "tau_t1_hidden", "ms_token", "mb", "anchors_s", "mfu", "memory_gib", "steps")
-HERE = ("out", "device", "resume", "tensorboard")  # fields that say where a row is trained, and not what
+HERE = ("out", "device", "resume", "tensorboard", "turn")  # fields that say where a row is trained, and not what
 REFUSED = "refused"  # begins the key of a row that cannot be trained
 
 Result = dict[str, Any]
@@ -62,10 +63,11 @@ def run(
     file: Path,
     config: Path | None = None,
     overrides: Sequence[str] = (),
-    train: Train = in_a_process,
+    train: Callable[..., str] = in_a_process,
     only: Sequence[str] = (),
     until: float | None = None,
     jobs: int | None = None,
+    ahead: bool = False,
 ) -> int:
     """Train the rows of a sweep that are not there yet, print the table, and write it to `OUT/sweep.json`.
 
@@ -73,10 +75,11 @@ def run(
         file: the sweep.
         config: fields that all rows share; the sweep's own `base` stands over it.
         overrides: `key=value` that stand over both.
-        train: trains a row in its folder, on a GPU if one is named, and returns an error or "".
+        train: trains a row in its folder, on a GPU if one is named, and returns an error or ""; `in_a_process`.
         only: stages whose rows may be trained; none means all.
         until: minutes after which no row is begun.
         jobs: rows of a stage that are trained at once; None is one for each GPU, or one.
+        ahead: let the next row of a place load and compile while one trains there, and train while that one evaluates.
 
     Returns:
         1 where a row failed.
@@ -92,6 +95,8 @@ def run(
         raise ValueError(f"{file} has no stage {', '.join(unknown)}; it has {', '.join(names)}")
     book = Book(shared, Forwards.load(sweep["latency"]) if sweep.get("latency") else None)
     where = places(shared["device"], jobs)
+    if ahead:
+        where, train = [*where, *where], partial(train, turns=book.out)
     start: dict[str, Any] = {}
     for stage in sweep["stages"]:
         mine = not only or stage["name"] in only

@@ -32,6 +32,7 @@ from selfspec.training.pack import Pack, Packer
 from selfspec.training.readout import read
 from selfspec.training.replay import failures
 from selfspec.training.step import backbone_of, compile_layers, verifier_of
+from selfspec.training.turn import Turn
 from selfspec.training.world import World, shard
 
 WARM_STEPS = 2  # of every call and shape; compilation is no training, and its time isn't charged to the schedule
@@ -114,6 +115,7 @@ class Trainer:
         self.fitted, self.best = False, -1.0
         self.downs: list[dict[str, int]] = []
         self.stop = False
+        self.turn = Turn(config.turn)
         self.reshape(Shape(config.rows * config.accumulate, config.rows, config.anchors, self.block))
         if config.resume:
             self._resume()
@@ -243,6 +245,7 @@ class Trainer:
         try:
             return self._train()
         finally:
+            self.turn.give()
             self.batches.close()
             self.log.close()
 
@@ -251,11 +254,14 @@ class Trainer:
         if c.init and not self.step:
             report.before(self)
         if c.fit and not self.fitted:
+            self._take_turn()
             self.log(fit.fit(self))
             self.fitted = True
         last_eval = last_save = time.perf_counter()
         window = Window()
         while True:
+            if self._warm >= WARM_STEPS:  # until then it mostly compiles
+                self._take_turn()
             now = time.perf_counter()
             due = (
                 c.eval_every and now - last_eval > 60 * c.eval_every,
@@ -297,11 +303,16 @@ class Trainer:
                 self._log_step(logs, window)
                 window = Window()
         self.save()
+        self.turn.give()
         if self.progress < 1:
             self.save_adapter("adapter", self.ema)
             self.log({"event": "stopped", "step": self.step, "progress": round(self.progress, 5)})
             return {"finished": False, "step": self.step, "progress": self.progress}
         return report.finish(self)
+
+    def _take_turn(self) -> None:
+        if self.world.main:  # the others wait for the first process at their next sum
+            self.turn.take(lambda: self.stop)
 
     def _log_step(self, logs: dict[str, Tensor], window: Window) -> None:
         norm = logs.pop("norm", None)
