@@ -23,7 +23,8 @@ from selfspec.joining import Door
 from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.latency import Latency
-from selfspec.plan.planner import Fixed, Planner
+from selfspec.plan.planner import Planner
+from selfspec.plan.policy import Fixed
 from selfspec.plan.record import Priced, Record, foretold, replayed, usable
 from selfspec.plan.table import LatencyTable
 

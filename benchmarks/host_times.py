@@ -27,7 +27,8 @@ from selfspec import SelfSpecModel, options
 from selfspec.adapters import MaskPathConfig, MaskPathModel
 from selfspec.graphs import Graphs
 from selfspec.plan.latency import Latency
-from selfspec.plan.planner import Planner, Policy
+from selfspec.plan.planner import Planner
+from selfspec.plan.policy import Policy
 from selfspec.plan.table import LatencyTable
 from selfspec.planners import planner_for
 from selfspec.serving.engine import Engine

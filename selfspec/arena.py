@@ -24,7 +24,7 @@ from selfspec.joining import Door
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.plan.latency import sync
-from selfspec.plan.planner import Fixed, Policy
+from selfspec.plan.policy import Fixed, Policy
 from selfspec.plan.record import Record, length, order
 from selfspec.plan.simulate import Recorder
 from selfspec.planners import planner_for, table_of

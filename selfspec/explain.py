@@ -9,8 +9,10 @@ from typing import Any
 from selfspec import options, prompts
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
-from selfspec.plan.planner import Assignment, Planner, Policy
+from selfspec.plan.planner import Planner
+from selfspec.plan.policy import Policy
 from selfspec.plan.simulate import Recorder
+from selfspec.plan.views import Assignment
 from selfspec.planners import planner_for
 from selfspec.request import Request
 from selfspec.settings import eos_ids

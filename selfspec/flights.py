@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from selfspec.clock import Clock
-from selfspec.plan.planner import Assignment
+from selfspec.plan.views import Assignment
 from selfspec.request import Request
 
 

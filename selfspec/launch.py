@@ -51,7 +51,7 @@ def launch(
         result = rounds.play(*what, graphs, clock)
         clock.lap("rest")
         return result, not graphs.enabled
-    full = ("round", frame, plan, redraft, rounds.chooser.verify, key, rounds.pruning)
+    full = _name(rounds, key, plan, frame, redraft)
     if not pruned:
         warm = full in graphs
         result = graphs(full, partial(rounds.play, *what, plainly, None))
@@ -79,3 +79,14 @@ def launch(
     rounds.learn(plan, given[0], seen, result)
     clock.lap("verify" if warm else "rest")
     return result, warm
+
+
+def captured(rounds: Rounds, graphs: Graphs, key: Hashable | None, plan: Plan, frame: Frame) -> bool:
+    """Whether a round, not cut by a length rule, would only replay a graph. See `launch`."""
+    redrafts = (True, False) if plan.overlap else (True,)
+    return key is not None and all(_name(rounds, key, plan, frame, r) in graphs for r in redrafts)
+
+
+def _name(rounds: Rounds, key: Hashable, plan: Plan, frame: Frame, redraft: bool) -> tuple[Hashable, ...]:
+    """Of the graph of a round."""
+    return "round", frame, plan, redraft, rounds.chooser.verify, key, rounds.pruning

@@ -21,7 +21,7 @@ from selfspec.inputs import Prompts, batch
 from selfspec.memory import fitting
 from selfspec.past import Past
 from selfspec.plan import NODES, Plan
-from selfspec.plan.planner import Fixed, Policy
+from selfspec.plan.policy import Fixed, Policy
 from selfspec.planners import default_mode, planner_for, pruning_for
 from selfspec.pruning import Pruning
 from selfspec.session import Request, Session

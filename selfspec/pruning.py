@@ -25,7 +25,7 @@ from selfspec.plan.lengths import LENGTHS, Fixed, Margins, Scan, require
 from selfspec.plan.lengths.adaflash import confidences
 from selfspec.plan.lengths.margin import margins
 from selfspec.plan.lengths.named import read
-from selfspec.plan.planner import Fixed as Always
+from selfspec.plan.policy import Fixed as Always
 from selfspec.transfer import onto
 
 

@@ -64,6 +64,13 @@ class Rounds:
         what they are weighed by has to be the law that they were drawn from, and that is the marginals."""
         return None if self.chooser.draws else condition_of(body)
 
+    def drafted(self, plan: Plan) -> float:
+        """What its draft passes run of a forward's layers; passes from the entry layer on count in part."""
+        if not plan.drafts:
+            return 0.0
+        body = self.bodies[plan.adapter]
+        return (1 - self.config(body).entry / body.n_layers) * (plan.passes if plan.loop else 1)
+
     def play(
         self,
         plan: Plan,

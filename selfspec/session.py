@@ -16,11 +16,12 @@ from selfspec.decode import Frame
 from selfspec.flights import Flight, read, sent
 from selfspec.graphs import Graphs, capturable
 from selfspec.joining import Door, Joining, goal, slot_of
-from selfspec.launch import launch
+from selfspec.launch import captured, launch
 from selfspec.memory import tail_rows
 from selfspec.past import PastText
 from selfspec.plan import Plan
-from selfspec.plan.planner import Assignment, Fixed, Policy, Views
+from selfspec.plan.policy import Fixed, Policy, together
+from selfspec.plan.views import Assignment, Views
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
 from selfspec.rounds import Rounds, verifier_of
@@ -296,10 +297,8 @@ class Session:
         self.slots.write()
         given = rows.given(IDLE)
         result, warm = launch(self.rounds, self.graphs, key, plan, frame, size, redraft, given, clock)
-        self._saved, drafts = plan if plan.overlap else None, 0.0
-        if plan.drafts and redraft and size > 1:
-            depth = 1 - self.rounds.config(self.bodies[plan.adapter]).entry / self.backbone.n_layers
-            drafts = depth * (plan.passes if plan.loop else 1)
+        self._saved = plan if plan.overlap else None
+        drafts = self.rounds.drafted(plan) if redraft and size > 1 else 0.0
         result, arrived = sent(result)
         new, reach = self.seats.fresh(), result.shape[1] - 2
         self._flights.append(Flight(requests, result, arrived, clock, reach, running, assignment, warm, drafts, new))
@@ -310,16 +309,16 @@ class Session:
             return Assignment((), self.policy.plans[0])
         reach = sum(f.reach for f in self._flights if f.assignment is not None)
         views = rows.views(self.cache.lengths, reach, self._saved is not None)
-        assignments = self.policy.round(views)
-        if len(assignments) != 1:
-            raise ValueError(
-                f"the policy wants {len(assignments)} rounds side by side; a session runs one at a time: make the "
-                "planner with split=False"
-            )
-        plan = assignments[0].plan
-        if self._saved is not None and plan != self._saved:  # what was saved is dropped
-            return Assignment(views.without_drafts(), plan)
-        return assignments[0]
+        views.ready = self._ready if self.graphs.enabled else None
+        assignment = together(self.policy.round(views))
+        if self._saved is not None and assignment.plan != self._saved:  # what was saved is dropped
+            return Assignment(views.without_drafts(), assignment.plan)
+        return assignment
+
+    def _ready(self, plan: Plan) -> bool:
+        """Whether a round started now would find all captured."""
+        rows = self._arranged()
+        return captured(self.rounds, self.graphs, rows.key, plan, self._frame(range(len(rows.requests)), plan.rows))
 
     def _land(self) -> None:
         """Read the outcome of the oldest round or prefill."""

@@ -20,7 +20,7 @@ import torch
 from selfspec.memory import free_memory, position_bytes, slot_bytes
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
-from selfspec.plan.planner import Fixed, Policy
+from selfspec.plan.policy import Fixed, Policy
 from selfspec.serving.lane import Lane, allot, classes, most_slots
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.ticket import Event, Running, Ticket

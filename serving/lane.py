@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from selfspec.backbone import Backbone
-from selfspec.plan.planner import Policy
+from selfspec.plan.policy import Policy
 from selfspec.session import Request, Session
 
 SHORTEST, STEP = 1024, 4  # capacity of the first class, and how much longer each next one is

@@ -16,10 +16,11 @@ from selfspec.joining import Door
 from selfspec.plan import Plan
 from selfspec.plan.estimate import Family
 from selfspec.plan.latency import Latency
-from selfspec.plan.planner import Assignment, Fixed, View
+from selfspec.plan.policy import Fixed
 from selfspec.plan.record import PLAIN, Priced, Record, foretold, length, order, replayed
 from selfspec.plan.simulate import Recorder, Trace
 from selfspec.plan.table import LatencyTable
+from selfspec.plan.views import Assignment, View
 from selfspec.session import Request, Session
 
 NAMES = ("ar", "sequential/b=4", "tree/nodes=6", "overlap/b=2", AUTO)

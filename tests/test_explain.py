@@ -11,10 +11,11 @@ from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
 from selfspec.plan.cost import Costs
 from selfspec.plan.latency import Latency, measure
-from selfspec.plan.planner import Assignment, Fixed
+from selfspec.plan.policy import Fixed
 from selfspec.plan.simulate import Recorder, simulate
 from selfspec.plan.table import LatencyTable
 from selfspec.plan.tabulate import Sizes, tabulate
+from selfspec.plan.views import Assignment
 from selfspec.planners import planner_for
 from selfspec.session import Request
 

@@ -7,12 +7,14 @@ import pytest
 from selfspec.adapters import MaskPathConfig
 from selfspec.plan import TREES, Plan, menu
 from selfspec.plan.cost import Costs, Pace
-from selfspec.plan.estimate import Family, harder
+from selfspec.plan.estimate import Estimator, Family, harder
+from selfspec.plan.heard import POOL
 from selfspec.plan.latency import Latency
-from selfspec.plan.planner import POOL, Assignment, Fixed, Planner, View
+from selfspec.plan.planner import Planner
+from selfspec.plan.policy import Fixed
 from selfspec.plan.simulate import Outcome, bernoulli, simulate
 from selfspec.plan.table import LatencyTable
-from selfspec.plan.views import Views
+from selfspec.plan.views import Assignment, View, Views
 from selfspec.request import Request
 
 AR = Plan("ar", 1)
@@ -370,6 +372,42 @@ def test_nothing_is_kept_of_a_request_that_left_a_batch():
     for _ in range(60):
         planner.observe(*[planner.round(Views.of([View(20, 100)]))[0], [2], 1e-3])
     assert not {*range(20)} & set(planner.estimator.own)
+
+
+def test_the_host_thinks_of_nothing_where_a_request_that_ran_alone_leaves(monkeypatch):
+    """It told the estimator of the last rounds there and then: a millisecond in which the device had nothing to do."""
+    steps = []
+    learn = Estimator._learn
+    monkeypatch.setattr(Estimator, "_learn", lambda self, *given: steps.append(1) or learn(self, *given))
+    late, told = (Planner(costs(0.1), whole_menu()) for _ in range(2))
+    for planner in (late, told):
+        for i in range(200):
+            assignment = planner.round(Views.of([View("first", 100 + i)]))[0]
+            heard = Views.of(assignment.views).heard({id("first"): [1]})
+            planner.observe(Assignment(heard, assignment.plan), [4], 1e-3)
+    assert late.heard.holds("first")
+    told.learn()
+    steps.clear()
+    for planner in (late, told):
+        planner.forget("first")
+    assert not steps and "first" not in late.estimator.own and len(late.estimator.own) == 1
+    late.learn()  # of the text that it was, whose own term is still there
+    assert steps and not late.estimator.own and not late._gone
+    assert np.allclose(late.estimator.mean, told.estimator.mean) and np.allclose(
+        late.estimator.doubts, told.estimator.doubts
+    )
+
+
+def test_what_waits_of_one_that_left_holds_no_request():
+    planner, request = Planner(costs(0.1), whole_menu()), Request([1, 2], 400)
+    for i in range(40):
+        assignment = planner.round(Views.of([View(request, 10 + i, 400)]))[0]
+        planner.observe(assignment, [2], 1e-3)
+    held = planner.heard.holds(request)
+    planner.forget(request)
+    gone = weakref.ref(request)
+    del request, assignment
+    assert held and gone() is None
 
 
 def test_a_planner_says_what_it_needs():

@@ -18,7 +18,7 @@ from selfspec.plan.cost import Costs
 from selfspec.plan.latency import Latency
 from selfspec.plan.lengths import LENGTHS
 from selfspec.plan.lengths.named import read
-from selfspec.plan.planner import Fixed
+from selfspec.plan.policy import Fixed
 from selfspec.plan.table import LatencyTable
 from selfspec.pruning import Pruning, bucket, together
 from selfspec.sampling import Pipeline, Sampling

@@ -15,7 +15,7 @@ from selfspec.draft import DraftTree
 from selfspec.generation import processors_of
 from selfspec.graphs import Graphs
 from selfspec.plan import Plan, menu
-from selfspec.plan.planner import Assignment
+from selfspec.plan.views import Assignment
 from selfspec.pruning import Pruning
 from selfspec.sampling import Pipeline, Sampling
 from selfspec.session import Request, Session

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from selfspec.plan import Plan
-from selfspec.plan.planner import Assignment, View
-from selfspec.plan.views import Views
+from selfspec.plan.views import Assignment, View, Views
 from selfspec.request import Request
 from selfspec.seats import Seats
 from selfspec.slots import Slots

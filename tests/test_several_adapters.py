@@ -7,7 +7,7 @@ from tiny import PROMPT, RAGGED, model_of, path_of, reference
 from selfspec import SelfSpecModel, options
 from selfspec.packed import PackedLinear
 from selfspec.plan import Plan
-from selfspec.plan.planner import Fixed
+from selfspec.plan.policy import Fixed
 from selfspec.session import Request, Session
 
 N = 14

@@ -6,9 +6,9 @@ from test_planner import AR, costs, texts
 
 from selfspec.plan import Plan
 from selfspec.plan.estimate import Family
-from selfspec.plan.planner import Assignment, Fixed
+from selfspec.plan.policy import Fixed
 from selfspec.plan.simulate import Trace, of_stats, simulate
-from selfspec.plan.views import Views
+from selfspec.plan.views import Assignment, Views
 from selfspec.stats import Stats
 
 

@@ -257,6 +257,12 @@ class Estimator:
         if own is not None:
             own.renew(share)
 
+    def rename(self, key: Hashable, other: Hashable) -> None:
+        """What is known of a text is another's from now on."""
+        if key in self.own:
+            self.own[other] = self.own.pop(key)
+        self._waiting = {(other if k == key else k, f, n): seen for (k, f, n), seen in self._waiting.items()}
+
     def forget(self, key: Hashable) -> None:
         """A request is gone: the next one's text may be of another kind."""
         if any(k == key for k, *_ in self._waiting):

@@ -71,6 +71,13 @@ class Heard:
         rounds = (v for (_, pool), kept in self._rounds.items() if not pool for v, *_ in kept)
         return any(k == key for k, _ in self._copied) or any(key in v.keys for v in rounds)
 
+    def rename(self, key: Hashable, other: Hashable) -> None:
+        """What is kept of a key is another's from now on."""
+        self._copied = {(other if k == key else k, n): right for (k, n), right in self._copied.items()}
+        for (_, pool), kept in self._rounds.items():
+            if not pool:
+                kept[:] = [(v.of_keys([other if k == key else k for k in v.keys]), e, out) for v, e, out in kept]
+
     def tell(self, drafts: bool = True, copies: bool = True) -> None:
         """Tell the estimator which drafts were accepted, and what was heard of copies."""
         if copies:

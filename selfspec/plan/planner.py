@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,64 +19,14 @@ from selfspec.plan.use import SOON, Use
 from selfspec.plan.value import Values
 from selfspec.plan.views import Assignment, View, Views
 
-if TYPE_CHECKING:
-    from selfspec.pruning import Pruning
-
 LONGEST = 5  # times as many rounds pass between two comparisons while plain decoding stays the best
 KNOWN = 16  # timed rounds after which not every one is booked
 SURE = 3  # timed rounds after which a cost is known
 UNBOUNDED = 1 << 30  # tokens left: caps bite only in a text's last rounds, which no change of plans would repay
 
 
-class Policy(Protocol):
-    """What chooses plans: `Fixed`, `Planner`.
-
-    Attributes:
-        plans: all that it may choose.
-    """
-
-    plans: list[Plan]
-
-    def round(self, active: Sequence[View]) -> list[Assignment]:
-        """A plan for every running request; requests of one assignment share their forwards."""
-
-    def prune(self, assignment: Assignment, survival: np.ndarray) -> list[int]:
-        """Drafts to verify per request, once the draft's confidences are known."""
-
-    def observe(
-        self,
-        assignment: Assignment,
-        emitted: Sequence[int],
-        seconds: float | None = None,
-        ended: Sequence[bool] | None = None,
-        hits: Sequence[bool] | None = None,
-        cold: bool = False,
-    ) -> None:
-        """What came of an assignment; a cold one was compiled or captured first."""
-
-    def forget(self, key: Hashable) -> None:
-        """A request is gone."""
-
-
-class Fixed:
-    """Always the same plan, its chains pruned by a length rule where there is one."""
-
-    def __init__(self, plan: Plan, pruning: Pruning | None = None):
-        self.plans, self.pruning = [plan], pruning
-
-    def round(self, active: Sequence[View]) -> list[Assignment]:
-        """All requests together."""
-        return [Assignment(Views.of(active), self.plans[0])] if active else []
-
-    def prune(self, assignment: Assignment, survival: np.ndarray) -> list[int]:
-        """Everything is verified."""
-        return assignment.offered
-
-    def observe(self, assignment, emitted, seconds=None, ended=None, hits=None, cold=False) -> None:
-        """Nothing is learnt."""
-
-    def forget(self, key: Hashable) -> None:
-        """Nothing was kept."""
+class _Gone:
+    """Stands for a request that has left, which is not to be held in memory."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +118,7 @@ class Planner:
         self._use = Use()
         self._plain = next(k for k, p in enumerate(self.plans) if p.nodes == 1)
         self._members: set[Hashable] = set()
+        self._gone: list[_Gone] = []  # whose own terms are still of use
         self._seen: list[Hashable] | None = None  # keys of the last round, as they were handed over
 
     @property
@@ -202,7 +153,7 @@ class Planner:
             use.soon(self.split)
         fresh = use.since <= 4 * self.dwell
         turn = "compare" if fresh else use.turn(self.heard.copies and self.rounds - self._overheard > self.every)
-        probed = self.probe.next(self, n, views.context) if turn == "probe" or self.probe.running else None
+        probed = self.probe.next(self, views) if turn == "probe" or self.probe.running else None
         if turn != "compare" and probed is None:
             if turn in ("drafts", "copies"):
                 late = self.rounds - self._overheard > 4 * self.every  # short stays may give copies no turn
@@ -217,7 +168,7 @@ class Planner:
             parts, why = [(probed, list(range(n)))], "probe"
             use.wait = SOON if use.parts else 0
         else:
-            parts, why = self._best(tokens, ms, n)
+            parts, why = self._best(tokens, ms, views)
             idle = why == "keep" and use.plans == (self._plain,)  # nothing is learnt of drafts meanwhile
             use.pause = min(max(2 * use.pause, self.every), LONGEST * self.every) if idle else self.every
             use.parts, use.keys, use.wait = parts, keys, use.pause
@@ -266,14 +217,20 @@ class Planner:
         each = list(views)
         return [Assignment([each[i] for i in members], self.plans[k]) for k, members in parts]
 
-    def _best(self, tokens: np.ndarray, ms: np.ndarray, n: int) -> tuple[list[tuple[int, list[int]]], str]:
+    def setup(self, k: int, views: Views) -> float:
+        """Milliseconds that plan k costs these requests beside its rounds until it runs at its pace."""
+        there = views.ready is not None and views.ready(self.plans[k])
+        return 0.0 if there else self.pace.setup(k, len(views))
+
+    def _best(self, tokens: np.ndarray, ms: np.ndarray, views: Views) -> tuple[list[tuple[int, list[int]]], str]:
         """The parts to run, and why: the best ones, or those in use where the best gain too little.
 
         Args:
             tokens: [n or 1, K].
             ms: [K, n + 1 or 1], the last of n requests.
-            n: requests.
+            views: of the requests.
         """
+        n = len(views)
         use, rounds = self._use, self._use.pause - self._use.wait  # since the last comparison
         tokens = tokens.copy()
         tokens[:, self._plain] *= 1.015  # what is gained by less is lost to drafts that do worse than expected
@@ -283,7 +240,7 @@ class Planner:
             use.lead = max(use.lead + rounds * min(rate / held - 1.01, 1.0), 0.0)  # 1 % may be error
             fallen = [k for k, _ in best] == [self._plain]  # falling back waits for nothing
             new = [k for k, _ in best if k not in use.plans and k != self._plain]
-            price = sum(self.pace.setup(k, n) for k in new) / sum(ms[k, -1] for k, _ in kept)  # in rounds
+            price = sum(self.setup(k, views) for k in new) / sum(ms[k, -1] for k, _ in kept)  # in rounds
             patience = min(self.patience, 0.3) if fallen else max(self.patience, 0.1 * price)
             if use.lead < patience or (use.since < self.dwell and not fallen):
                 self.rate = use.rate = held
@@ -375,11 +332,17 @@ class Planner:
             self._overheard = self.rounds
         self.heard.tell(drafts, copies)
         self.estimator.settle()
+        for gone in [k for k in self._gone if not self.heard.holds(k)]:
+            self.estimator.forget(gone)
+            self._gone.remove(gone)
 
     def forget(self, key: Hashable) -> None:
-        """A request is gone."""
-        if self.split or self._use.keys is not POOL or self.heard.holds(key):  # before its text's own term goes
-            self.heard.tell()
+        """A request is gone. What is to be told of it waits for its turn: while nobody runs, the device is idle."""
+        if self.heard.holds(key):
+            gone = _Gone()
+            self.heard.rename(key, gone)
+            self.estimator.rename(key, gone)
+            self._gone.append(gone)
         self.estimator.forget(key)
         if key in self._members and len(self._members) > 1:
             self.estimator.renew(POOL[0], 1 / len(self._members))

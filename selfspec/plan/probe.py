@@ -12,6 +12,7 @@ from selfspec.plan.estimate import Family, families, harder
 
 if TYPE_CHECKING:
     from selfspec.plan.planner import Planner
+    from selfspec.plan.views import Views
 
 FIRST, LAST = 32, 2048  # rounds to wait after a first probe, and at most
 UNTIMED = 0.06  # of its time, what a plan may be faster than foretold that never ran with so many requests
@@ -41,8 +42,9 @@ class Probe:
         self.running: list[int] = []  # plans still to run
         self._marked: Plan | None = None
 
-    def next(self, planner: Planner, n: int, context: float) -> int | None:
+    def next(self, planner: Planner, views: Views) -> int | None:
         """The plan to probe now, or None."""
+        n, context = len(views), views.context
         if self.running:
             return self._marked_as(planner, self.running.pop(0))
         if not self.share or not planner.rate or self.spent > self.share * self.total or self.round < self.looked + 6:
@@ -51,7 +53,7 @@ class Probe:
         for _, k, family in sorted(self._hopes(planner, n, context), reverse=True):
             ms = planner.costs.round(planner.plans[k], n, context) * float(planner.factors(n)[k])
             length = 2 if planner.plans[k].overlap else 1  # what an overlap saves is verified a round later
-            setup = length * planner.pace.setup(k, n)
+            setup = length * planner.setup(k, views)
             price = length * ms + setup
             if self.spent + price > self.share * (self.total + price):
                 continue

@@ -17,7 +17,7 @@ from selfspec.plan import Plan
 from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import Family, families
 from selfspec.plan.latency import Latency
-from selfspec.plan.planner import Fixed, Policy
+from selfspec.plan.policy import Fixed, Policy
 from selfspec.plan.simulate import Door, Outcome, Trace, simulate
 from selfspec.plan.table import LatencyTable
 

@@ -19,8 +19,8 @@ import numpy as np
 from selfspec.plan import Plan
 from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import DEPTH, Family, families
-from selfspec.plan.planner import Assignment, Policy, View
-from selfspec.plan.views import Views
+from selfspec.plan.policy import Policy
+from selfspec.plan.views import Assignment, View, Views
 from selfspec.stats import Stats
 
 LOOKUP = Family("lookup")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -50,6 +50,7 @@ class Views(Sequence[View]):
         features: [n] float, nan where one is not known; None where none is.
         copied: [n] what each round of lookup that ends in the round's tokens would have accepted, whatever ran, None
             for whom nobody looked; once the round has been read.
+        ready: whether a round of a plan, run now, would find all captured; None where nobody knows.
     """
 
     keys: list[Any]
@@ -61,6 +62,7 @@ class Views(Sequence[View]):
     lookups: list[int | None] | None = None
     features: np.ndarray | None = None
     copied: list[Sequence[int] | None] | None = None
+    ready: Callable[[Plan], bool] | None = None
 
     @staticmethod
     def of(views: Sequence[View]) -> Views:
