@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from selfspec import rows
+from selfspec import rows, tops
 from selfspec.backbone import Backbone
+from selfspec.cache import KVCache
 from selfspec.draft.block import draft_inputs
-from selfspec.draft.condition import CANDIDATES, Given, condition_of, propose
-from selfspec.draft.tree import best_first, grow
+from selfspec.draft.condition import Given, condition_of, propose
+from selfspec.draft.tree import best_first
 
+EDITION = 2  # of what the kinds below time: tables of an older one are not read
+LEAST = 1e-3  # milliseconds that a tree costs over a chain
 REPLAYS = 8  # of a graph in a row: rounds are launched ahead too, so the host's launch and wait are no part of a pass
 
 
@@ -25,8 +28,8 @@ class Latency:
     Attributes:
         kind: "clean" (verify rows at all layers, head included), "draft" (a group from the entry layer on, its head
             included), "head" (that head alone: of a chain that is cut no more rows need it than are verified),
-            "overlap" (clean rows, and draft rows that join them at the entry layer) or "tree" (what builds a tree of a
-            draft).
+            "overlap" (clean rows, and draft rows that join them at the entry layer) or "tree" (what making and
+            verifying a tree of a draft takes longer than a chain of as many rows).
         requests: N.
         rows: rows per request; of an overlap its clean rows, of a tree its nodes.
         entry: first layer that draft rows run through; 0 where there are none.
@@ -61,7 +64,7 @@ def measure(
     drafts: int = 0,
     seconds: float | None = None,
 ) -> Latency:
-    """Time one forward with its head, or what makes a tree of a draft.
+    """Time one forward with its head, or what a tree costs over a chain.
 
     Args:
         backbone: with a mask path when `kind` is "draft" or "overlap".
@@ -75,13 +78,14 @@ def measure(
             divide evenly; of a tree, its drafts.
         seconds: stop repeating after this long (two runs at least, and then one warm one is enough).
     """
-    cache = backbone.new_cache(n, context, r + drafts)
+    cache = backbone.new_cache(n, context, r + max(drafts, 1))
     cache.lengths = [context] * n
     start = torch.full((n,), context, device=backbone.device)
     ids = torch.randint(backbone.vocab_size, (n, r), device=backbone.device)
     entry = backbone.path.entry if kind in ("draft", "overlap") and backbone.path is not None else 0
+    less: Callable[[], None] | None = None
     if kind == "tree":
-        run = _growth(backbone, ids[:, 0], drafts, r)
+        run, less = _rounds(backbone, cache, start, ids[:, 0], drafts, r)
     elif kind == "head":
         some = torch.randn(n, r, _width(backbone), device=backbone.device, dtype=backbone.dtype)
 
@@ -111,23 +115,38 @@ def measure(
             states = hidden.draft[:, : drafts // groups]  # only the group that came true needs the head
             _condition(backbone, states, backbone.logits(states), ids[:, 0])
 
-    times = _timed(captured(run) if graph else run, backbone.device, repeats, seconds, REPLAYS if graph else 1)
+    def timed(run: Callable[[], None]) -> list[float]:
+        return _timed(captured(run) if graph else run, backbone.device, repeats, seconds, REPLAYS if graph else 1)
+
+    times = timed(run)
+    if less is not None:
+        times = [max(a - b, LEAST) for a, b in zip(sorted(times), sorted(timed(less)), strict=False)]
     return Latency(kind, n, r, entry, context, graph, statistics.median(times), min(times), max(times), drafts)
 
 
-def _growth(backbone: Backbone, anchor: torch.Tensor, drafts: int, nodes: int) -> Callable[[], None]:
-    """What builds trees of so many drafts: where a head conditions them, over what may follow each candidate."""
-    shape, device = (len(anchor), drafts, CANDIDATES), backbone.device
-    if condition_of(backbone) is None:
-        guessed = torch.randn(len(anchor), drafts, backbone.vocab_size, device=device, dtype=backbone.dtype)
-        return lambda: _nothing(best_first(anchor, guessed, nodes))
-    given = torch.randn(*shape, CANDIDATES, device=device)
-    top, order = given.log_softmax(-1).sort(-1, descending=True)
-    ids = torch.randint(backbone.vocab_size, shape, device=device)
-    return lambda: _nothing(grow(anchor, top, ids, nodes, order))
+def _rounds(
+    backbone: Backbone, cache: KVCache, start: torch.Tensor, anchor: torch.Tensor, drafts: int, nodes: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Making a tree of a draft and verifying it; and the same of a chain of as many rows. No heads of the model."""
+    n, device = len(anchor), backbone.device
+    states = torch.randn(n, drafts, _width(backbone), device=device, dtype=backbone.dtype)
+    logits, condition = backbone.logits(states), condition_of(backbone)
+    given = None if condition is None else Given(condition, states, anchor)
+    tokens = anchor[:, None].expand(n, nodes + 1)
 
+    def grown() -> None:
+        tree = best_first(anchor, logits, nodes) if given is None else propose(anchor, logits, given, nodes)
+        assert tree.parents is not None
+        backbone(rows.tree(start, tree.parents, tree.ancestors, tree.depths), cache, tokens)
 
-def _nothing(_: object) -> None: ...
+    def chained() -> None:
+        if given is None:
+            tops.chain(anchor, logits)
+        else:
+            propose(anchor, logits, given, None)
+        backbone(rows.chain(start, nodes + 1), cache, tokens)
+
+    return grown, chained
 
 
 def _condition(backbone: Backbone, states: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor) -> None:

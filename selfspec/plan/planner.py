@@ -19,6 +19,7 @@ from selfspec.plan.use import SOON, Use
 from selfspec.plan.value import Values
 from selfspec.plan.views import Assignment, View, Views
 
+APART = 9.0  # milliseconds of rounds between two comparisons, at least: short rounds leave the host less time to think
 LONGEST = 5  # times as many rounds pass between two comparisons while plain decoding stays the best
 KNOWN = 16  # timed rounds after which not every one is booked
 SURE = 3  # timed rounds after which a cost is known
@@ -75,7 +76,8 @@ class Planner:
             comes back sooner.
         dwell: rounds between two changes.
         every: rounds between two comparisons while the same requests run, 6 or more: what there is to think of is
-            spread over them (`Use.turn`); while plain decoding stays the best, up to five times as many.
+            spread over them (`Use.turn`); of short rounds more, and while plain decoding stays the best, up to five
+            times as many.
         probe: share of the time for modes not in use.
         split: let a batch run as two rounds of different shapes; a `Session` runs one.
         packed: verification rows are packed, so that `prune` may give each request its own length; otherwise rows stand
@@ -170,7 +172,8 @@ class Planner:
         else:
             parts, why = self._best(tokens, ms, views)
             idle = why == "keep" and use.plans == (self._plain,)  # nothing is learnt of drafts meanwhile
-            use.pause = min(max(2 * use.pause, self.every), LONGEST * self.every) if idle else self.every
+            apart = max(self.every, 2 * int(0.5 * APART / sum(ms[k, -1] for k, _ in parts)))  # see `Use.turn`
+            use.pause = min(max(2 * use.pause, apart) if idle else apart, LONGEST * self.every)
             use.parts, use.keys, use.wait = parts, keys, use.pause
         chosen = tuple((self.plans[k], len(members)) for k, members in parts)
         self.log.append(Decision(self.rounds, views.context, tokens.sum(0), ms[:, -1], chosen, why))
