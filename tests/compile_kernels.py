@@ -92,6 +92,7 @@ def noises(dtype, every):
 def tops(dtype, every):
     from selfspec.kernels import pairs, topk
     from selfspec.kernels.among import among
+    from selfspec.kernels.copies import copies
 
     few = torch.zeros(1, 2, 8, dtype=torch.long)
     for vocab, k in ((49152, 32), (151936, 64))[: 1 + every]:
@@ -103,6 +104,7 @@ def tops(dtype, every):
     states, ids, top = rand(1, 2, 8, 576, dtype=dtype), torch.zeros(1, 2, 32, dtype=torch.long), torch.zeros(1, 2, 32)
     pairs.best(states, rand(49152, 576, dtype=dtype), ids[..., :8])
     pairs.near(states, rand(49152, 576, dtype=dtype), ids, top, rand(1, 2, dtype=dtype))
+    copies(torch.zeros(1, 300, dtype=torch.long), torch.zeros(1, dtype=torch.long), 16, 3, 2)
 
 
 def processors(dtype, every):

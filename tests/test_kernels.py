@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 
 from selfspec import cache, decode, kernels, rows, sampling
 from selfspec.adapters import path as mask_path
-from selfspec.draft import DraftTree
-from selfspec.kernels import compact, enter, noise, norm, paths, rotary, settle, walk
+from selfspec.draft import DraftTree, lookup
+from selfspec.kernels import compact, copies, enter, noise, norm, paths, rotary, settle, walk
 from selfspec.kernels import linear as linears
 from selfspec.kernels.linear import Span, linear
 from selfspec.kernels.tiles import TILES, Tile, guess, tile
@@ -271,10 +271,25 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path):
             "_combine",
         ),
         *("_peaks", "_first", "_collect", "_rank", "_place", "_lines", "_enter", "_attend", "_gradients", "_pairs"),
-        *("_tally", "_scale", "_grams", "_strike", "_cut"),
+        *("_tally", "_scale", "_grams", "_strike", "_cut", "_copies"),
     }
     products = [x for x in lines if x.startswith(("_linear", "_partial", "_pairs"))]
     assert not any("products 0 " in x or x.endswith("wide loads 0") for x in products)
+
+
+@pytest.mark.parametrize("size", [2, 5, 16])
+def test_copies_are_found_as_by_torch(size, monkeypatch):
+    """Texts of few words, ragged and short ones among them, over several blocks of positions."""
+    monkeypatch.setattr(copies, "BLOCK", 32)
+    generator, found = torch.Generator().manual_seed(size), 0
+    for words, width in ((2, 7), (3, 64), (9, 100), (30, 300)):
+        text = torch.randint(0, words, (24, width + 20), generator=generator)[:, :width].to(DEVICE)
+        start = torch.randint(0, width, (24,), generator=generator).to(DEVICE)
+        start[:4] = torch.arange(4)
+        want = lookup.by_torch(text, start, size)
+        assert torch.equal(copies.copies(text, start, size, lookup.LONGEST, lookup.SHORTEST), want)
+        found += int((want[:, 1:] >= 0).sum())
+    assert found > 20
 
 
 @pytest.mark.parametrize("projected", [False, True])

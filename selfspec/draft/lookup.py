@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from selfspec import kernels
 from selfspec.draft import DraftTree
 from selfspec.plan import BLOCKS
 
@@ -29,7 +30,16 @@ def lookup(text: Tensor, start: Tensor, size: int) -> DraftTree:
     Returns:
         Chains of `size` nodes; -1 where nothing is guessed.
     """
-    n, width = text.shape
+    if kernels.serve(text) and text.numel():
+        from selfspec.kernels.copies import copies
+
+        return DraftTree(copies(text, start, size, LONGEST, SHORTEST))
+    return DraftTree(by_torch(text, start, size))
+
+
+def by_torch(text: Tensor, start: Tensor, size: int) -> Tensor:
+    """`lookup` by torch. Returns long [N, size]."""
+    width = text.shape[1]
     place = torch.arange(width, device=text.device)
     hit = place < start[:, None]  # an n-gram that ends here is followed by a known token
     end = torch.full_like(start, -1)
@@ -43,7 +53,7 @@ def lookup(text: Tensor, start: Tensor, size: int) -> DraftTree:
     at = end[:, None] + 1 + torch.arange(size - 1, device=text.device)  # [N, size - 1]
     known = (end >= 0)[:, None] & (at <= start[:, None])
     guesses = torch.where(known, text.gather(1, at.clamp(max=width - 1)), -1)
-    return DraftTree(torch.cat([text.gather(1, start[:, None]), guesses], 1))
+    return torch.cat([text.gather(1, start[:, None]), guesses], 1)
 
 
 class Copied:
