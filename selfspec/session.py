@@ -311,6 +311,7 @@ class Session:
         views = rows.views(self.cache.lengths, reach, self._saved is not None)
         views.ready = self._ready if self.graphs.enabled else None
         assignment = together(self.policy.round(views))
+        views.ready = None  # or views that are kept would hold the session
         if self._saved is not None and assignment.plan != self._saved:  # what was saved is dropped
             return Assignment(views.without_drafts(), assignment.plan)
         return assignment

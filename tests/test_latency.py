@@ -261,11 +261,13 @@ def test_trees_under_a_head_are_timed_as_they_are_grown(heads):
 
 
 @pytest.mark.parametrize("heads", [(), ("sampler",)])
-def test_a_tree_is_charged_for_its_rows_beside_its_making(heads, monkeypatch):
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_tree_is_charged_for_its_rows_beside_its_growth(heads, graph, monkeypatch):
     """Its rows attend at a price of their own, its head reads more: rounds of 128 took 1.3 times as foretold."""
     model, ran = tiny.model_of("Llama", torch.float32), []
-    took = iter([[9.0, 7.5, 8.0], [5.0, 4.0]])  # milliseconds of a tree's repeats and, where time was up, of a chain's
+    took = iter([[1.0, 1.5, 0.5], [9.0, 7.5, 8.0], [5.0, 4.0, 4.0, 4.0, 4.0]])  # growth, a tree's round, a chain's
     monkeypatch.setattr(latency, "_timed", lambda run, *_: run() or next(took))
+    monkeypatch.setattr(latency, "captured", lambda run: run)
     body = Backbone(model, tiny.path_of(model, heads=heads, head_rank=4))
     forward = Backbone.forward
 
@@ -274,6 +276,17 @@ def test_a_tree_is_charged_for_its_rows_beside_its_making(heads, monkeypatch):
         return forward(self, layout, *args, **kwargs)
 
     monkeypatch.setattr(Backbone, "forward", noted)
-    found = latency.measure(body, "tree", 2, 5, 16, drafts=3)
-    assert ran == [(True, 6), (False, 6)]  # a tree's, and a chain's of as many rows
-    assert found.low == 3.0 and found.ms == 3.25 and found.high == 3.5
+    found = latency.measure(body, "tree", 2, 5, 16, graph, drafts=3)
+    if graph:
+        assert ran == [(True, 6), (False, 6)]  # a tree's, and a chain's of as many rows
+        assert (found.low, found.ms, found.high) == (3.5, 4.0, 4.5)
+    else:  # a difference of two launched forwards says more of the machine's load than of trees
+        assert not ran and (found.low, found.ms, found.high) == (0.5, 1.0, 1.5)
+
+
+def test_a_tree_costs_its_growth_at_least(monkeypatch):
+    took = iter([[1.0], [4.0], [4.5]])
+    monkeypatch.setattr(latency, "_timed", lambda run, *_: next(took))
+    monkeypatch.setattr(latency, "captured", lambda run: run)
+    model = tiny.model_of("Llama", torch.float32)
+    assert latency.measure(Backbone(model, tiny.path_of(model)), "tree", 2, 5, 16, True, drafts=3).ms == 1.0

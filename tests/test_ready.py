@@ -60,6 +60,7 @@ def test_a_policy_is_told_which_rounds_would_only_be_replayed(slots):
             assert not (ready and cold)
         else:
             assert ready != cold
+    assert any(ready for plan, ready in policy.told if plan.overlap)
     assert sum(cold for _, cold in policy.cold) > len(plans) and sum(ready for _, ready in policy.told) > 50
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 from filelock import FileLock, Timeout
 from test_training_sweep import files  # noqa: F401
 from test_training_trainer import answered, config, tiny
@@ -14,7 +15,6 @@ from test_training_trainer import answered, config, tiny
 from selfspec.training import jobs, sweep
 from selfspec.training.config import TrainConfig
 from selfspec.training.trainer import WARM_STEPS, Trainer
-from selfspec.training.turn import Turn
 
 
 def until(condition) -> None:
@@ -37,7 +37,7 @@ def test_a_run_waits_for_its_turn_between_its_warm_steps_and_the_others(tmp_path
         assert trainer.step == WARM_STEPS and trainer.elapsed == 0.0  # waiting isn't training
     run.join(60)
     assert trainer.step == 6 and free_at_the_end and all(free_at_the_end)
-    Turn(str(file)).take(lambda: False)
+    FileLock(file).acquire(timeout=5)
 
 
 def test_a_run_that_waits_can_be_stopped(tmp_path) -> None:
@@ -65,6 +65,75 @@ def test_a_run_that_fails_gives_its_turn_back(tmp_path, monkeypatch) -> None:
     with pytest.raises(FloatingPointError):
         trainer.train()
     FileLock(tmp_path / "turn.lock").acquire(blocking=False)
+
+
+@pytest.mark.parametrize("fields", [{"fit": 1.0}, {"profile": 2}])
+def test_what_is_measured_is_measured_in_the_runs_turn(tmp_path, fields) -> None:
+    """A run that was stopped while it waited measured its steps beside another's, and kept the shape that it found."""
+    file = tmp_path / "turn.lock"
+    trainer = Trainer(config(tmp_path / "run", turn=str(file), max_steps=6, **fields), tiny(), answered(tiny(), 12))
+    with FileLock(file):
+        run = threading.Thread(target=trainer.train)
+        run.start()
+        time.sleep(1.0)
+        warm = trainer.step
+        trainer.stop = True
+        run.join(60)
+    assert not run.is_alive() and not trainer.fitted
+    assert warm == trainer.step == (0 if "fit" in fields else WARM_STEPS)
+
+
+def test_a_run_that_waits_ends_when_its_time_is_up(tmp_path) -> None:
+    """It waited on, and a job with a limit was killed without a checkpoint."""
+    file = tmp_path / "turn.lock"
+    wanted = config(tmp_path / "run", turn=str(file), max_steps=6, stop_after=1 / 60)
+    with FileLock(file):
+        assert Trainer(wanted, tiny(), answered(tiny(), 12)).train()["finished"] is False
+    assert (tmp_path / "run" / "adapter" / "selfspec.json").exists()
+
+
+def test_memory_that_another_run_holds_lowers_no_shape(tmp_path) -> None:
+    """One step out of memory beside another run, and all of the row's steps were smaller."""
+    file = tmp_path / "turn.lock"
+    trainer = Trainer(config(tmp_path / "run", turn=str(file), max_steps=4), tiny(), answered(tiny(), 12))
+    shape, real = trainer.shape, trainer._run
+
+    def run(pack, groups, given):
+        if not trainer.turn.mine:
+            raise torch.OutOfMemoryError("the other run's")
+        return real(pack, groups, given)
+
+    trainer._run = run
+    trainer.reshape(shape)
+    assert trainer.train()["finished"] and trainer.shape == shape and not trainer.downs
+    trainer._run = real
+    beside = Trainer(config(tmp_path / "other", max_steps=4), tiny(), answered(tiny(), 12))
+    beside._run = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("its own"))
+    beside.reshape(shape)
+    with pytest.raises(torch.OutOfMemoryError):
+        beside.train()
+    assert beside.downs
+
+
+def test_evaluations_are_not_due_for_having_waited(tmp_path) -> None:
+    file, seen = tmp_path / "turn.lock", []
+    trainer = Trainer(
+        config(tmp_path / "run", turn=str(file), max_steps=6, eval_every=0.5 / 60), tiny(), answered(tiny(), 12)
+    )
+    trainer.validate = lambda *_: seen.append(trainer.step) or {}
+    with FileLock(file):
+        run = threading.Thread(target=trainer.train)
+        run.start()
+        until(lambda: trainer.step >= WARM_STEPS)
+        time.sleep(1.0)
+    run.join(60)
+    assert trainer.step == 6 and WARM_STEPS not in seen
+
+
+def test_rows_ahead_are_refused_where_they_would_share_a_place_or_measure_it(files) -> None:  # noqa: F811
+    for overrides, jobs_ in ((["fit=3"], None), ([], 2)):
+        with pytest.raises(ValueError, match="set fit=0 and name no more jobs than GPUs"):
+            sweep.run(files / "sweep.yaml", None, overrides, ahead=True, jobs=jobs_)
 
 
 @pytest.mark.usefixtures("files")

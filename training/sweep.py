@@ -79,7 +79,8 @@ def run(
         only: stages whose rows may be trained; none means all.
         until: minutes after which no row is begun.
         jobs: rows of a stage that are trained at once; None is one for each GPU, or one.
-        ahead: let the next row of a place load and compile while one trains there, and train while that one evaluates.
+        ahead: let the next row of a place load and compile while one trains there, and train while that one evaluates:
+            a row costs its minutes alone, of which neighbours take some steps.
 
     Returns:
         1 where a row failed.
@@ -95,6 +96,11 @@ def run(
         raise ValueError(f"{file} has no stage {', '.join(unknown)}; it has {', '.join(names)}")
     book = Book(shared, Forwards.load(sweep["latency"]) if sweep.get("latency") else None)
     where = places(shared["device"], jobs)
+    if ahead and (shared["fit"] or len(set(where)) < len(where)):
+        raise ValueError(
+            "ahead: of the rows of a place one trains at a time, and none can find out what the place holds while "
+            "another is there; set fit=0 and name no more jobs than GPUs"
+        )
     if ahead:
         where, train = [*where, *where], partial(train, turns=book.out)
     start: dict[str, Any] = {}

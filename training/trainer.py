@@ -115,7 +115,7 @@ class Trainer:
         self.fitted, self.best = False, -1.0
         self.downs: list[dict[str, int]] = []
         self.stop = False
-        self.turn = Turn(config.turn)
+        self.turn = Turn(config.turn if self.world.main else "")
         self.reshape(Shape(config.rows * config.accumulate, config.rows, config.anchors, self.block))
         if config.resume:
             self._resume()
@@ -193,6 +193,10 @@ class Trainer:
             if not world.any(logs is None):
                 break
             self.clear(drop=True)
+            had = self.turn.mine
+            self._take_turn()
+            if world.any(self.turn.mine and not had):  # another run's memory is no reason to take smaller steps
+                continue
             self.downs.append({"step": self.step, "micro": self.shape.micro, "anchors": self.shape.anchors})
             self.reshape(fit.lower(self.shape))
             self.log({"event": "out_of_memory", "step": self.step, **dataclasses.asdict(self.shape)})
@@ -255,13 +259,15 @@ class Trainer:
             report.before(self)
         if c.fit and not self.fitted:
             self._take_turn()
+        if c.fit and not self.fitted and not self.world.any(self.stop):
             self.log(fit.fit(self))
             self.fitted = True
         last_eval = last_save = time.perf_counter()
         window = Window()
         while True:
-            if self._warm >= WARM_STEPS:  # until then it mostly compiles
+            if self._warm >= WARM_STEPS and not self.turn.mine:  # until then it mostly compiles
                 self._take_turn()
+                last_eval = last_save = time.perf_counter()
             now = time.perf_counter()
             due = (
                 c.eval_every and now - last_eval > 60 * c.eval_every,
@@ -293,8 +299,10 @@ class Trainer:
             if warm:
                 self.log({"event": "warm", "step": self.step, "seconds": round(seconds, 2)})
                 if c.profile and self._warm == WARM_STEPS:
-                    table = profiled(self.train_step, c.profile, self.device)
-                    (self.out / f"profile{self.world.rank or ''}.txt").write_text(table)
+                    self._take_turn()
+                    if not self.world.any(not self.turn.mine):
+                        table = profiled(self.train_step, c.profile, self.device)
+                        (self.out / f"profile{self.world.rank or ''}.txt").write_text(table)
                 window = Window()
                 continue
             self.elapsed += seconds
@@ -311,8 +319,9 @@ class Trainer:
         return report.finish(self)
 
     def _take_turn(self) -> None:
-        if self.world.main:  # the others wait for the first process at their next sum
-            self.turn.take(lambda: self.stop)
+        """The first process's; the others wait for it at their next sum."""
+        end = 60 * self.config.stop_after
+        self.turn.take(lambda: self.stop or 0 < end < self.log.since())
 
     def _log_step(self, logs: dict[str, Tensor], window: Window) -> None:
         norm = logs.pop("norm", None)

@@ -20,12 +20,16 @@ class Turn:
     def __init__(self, file: str):
         self._lock = FileLock(file) if file else None
 
+    @property
+    def mine(self) -> bool:
+        """Whether this run has it."""
+        return self._lock is None or self._lock.is_locked
+
     def take(self, given_up: Callable[[], bool]) -> None:
         """Wait until no other run has the turn, or until `given_up` says so. Does nothing for the run that has it."""
-        lock = self._lock
-        while lock is not None and not lock.is_locked and not given_up():
+        while self._lock is not None and not self.mine and not given_up():
             try:
-                lock.acquire(blocking=False)
+                self._lock.acquire(blocking=False)
             except Timeout:
                 time.sleep(POLL_S)
 

@@ -13,11 +13,10 @@ from selfspec import rows, tops
 from selfspec.backbone import Backbone
 from selfspec.cache import KVCache
 from selfspec.draft.block import draft_inputs
-from selfspec.draft.condition import Given, condition_of, propose
-from selfspec.draft.tree import best_first
+from selfspec.draft.condition import CANDIDATES, Given, condition_of, propose
+from selfspec.draft.tree import best_first, grow
 
 EDITION = 2  # of what the kinds below time: tables of an older one are not read
-LEAST = 1e-3  # milliseconds that a tree costs over a chain
 REPLAYS = 8  # of a graph in a row: rounds are launched ahead too, so the host's launch and wait are no part of a pass
 
 
@@ -29,7 +28,8 @@ class Latency:
         kind: "clean" (verify rows at all layers, head included), "draft" (a group from the entry layer on, its head
             included), "head" (that head alone: of a chain that is cut no more rows need it than are verified),
             "overlap" (clean rows, and draft rows that join them at the entry layer) or "tree" (what making and
-            verifying a tree of a draft takes longer than a chain of as many rows).
+            verifying a tree of a draft takes longer than a chain of as many rows; its growth alone where no graph is
+            replayed, as launched forwards differ by more from run to run).
         requests: N.
         rows: rows per request; of an overlap its clean rows, of a tree its nodes.
         entry: first layer that draft rows run through; 0 where there are none.
@@ -64,7 +64,7 @@ def measure(
     drafts: int = 0,
     seconds: float | None = None,
 ) -> Latency:
-    """Time one forward with its head, or what a tree costs over a chain.
+    """Time one forward with its head, or what a tree costs.
 
     Args:
         backbone: with a mask path when `kind` is "draft" or "overlap".
@@ -83,9 +83,8 @@ def measure(
     start = torch.full((n,), context, device=backbone.device)
     ids = torch.randint(backbone.vocab_size, (n, r), device=backbone.device)
     entry = backbone.path.entry if kind in ("draft", "overlap") and backbone.path is not None else 0
-    less: Callable[[], None] | None = None
     if kind == "tree":
-        run, less = _rounds(backbone, cache, start, ids[:, 0], drafts, r)
+        run, grown, chained = _rounds(backbone, cache, start, ids[:, 0], drafts, r)
     elif kind == "head":
         some = torch.randn(n, r, _width(backbone), device=backbone.device, dtype=backbone.dtype)
 
@@ -119,20 +118,30 @@ def measure(
         return _timed(captured(run) if graph else run, backbone.device, repeats, seconds, REPLAYS if graph else 1)
 
     times = timed(run)
-    if less is not None:
-        times = [max(a - b, LEAST) for a, b in zip(sorted(times), sorted(timed(less)), strict=False)]
+    if kind == "tree" and graph:
+        more = statistics.median(timed(grown)) - statistics.median(timed(chained)) - statistics.median(times)
+        times = [ms + max(more, 0.0) for ms in times]
     return Latency(kind, n, r, entry, context, graph, statistics.median(times), min(times), max(times), drafts)
 
 
 def _rounds(
     backbone: Backbone, cache: KVCache, start: torch.Tensor, anchor: torch.Tensor, drafts: int, nodes: int
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Making a tree of a draft and verifying it; and the same of a chain of as many rows. No heads of the model."""
-    n, device = len(anchor), backbone.device
+) -> tuple[Callable[[], None], ...]:
+    """Growing a tree; making one of a draft and verifying it; the same of a chain of as many rows. No heads of the
+    model."""
+    n, k, device = len(anchor), CANDIDATES, backbone.device
     states = torch.randn(n, drafts, _width(backbone), device=device, dtype=backbone.dtype)
     logits, condition = backbone.logits(states), condition_of(backbone)
     given = None if condition is None else Given(condition, states, anchor)
     tokens = anchor[:, None].expand(n, nodes + 1)
+    given_top, order = torch.randn(n, drafts, k, k, device=device).log_softmax(-1).sort(-1, descending=True)
+    ids = torch.randint(backbone.vocab_size, (n, drafts, k), device=device)
+
+    def growth() -> None:
+        if given is None:
+            best_first(anchor, logits, nodes)
+        else:  # over what may follow each candidate
+            grow(anchor, given_top, ids, nodes, order)
 
     def grown() -> None:
         tree = best_first(anchor, logits, nodes) if given is None else propose(anchor, logits, given, nodes)
@@ -146,7 +155,7 @@ def _rounds(
             propose(anchor, logits, given, None)
         backbone(rows.chain(start, nodes + 1), cache, tokens)
 
-    return grown, chained
+    return growth, grown, chained
 
 
 def _condition(backbone: Backbone, states: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor) -> None:

@@ -19,8 +19,8 @@ from selfspec.plan.use import SOON, Use
 from selfspec.plan.value import Values
 from selfspec.plan.views import Assignment, View, Views
 
-APART = 9.0  # milliseconds of rounds between two comparisons, at least: short rounds leave the host less time to think
-LONGEST = 5  # times as many rounds pass between two comparisons while plain decoding stays the best
+APART = 9.0  # milliseconds of rounds, about, between two comparisons: short rounds leave the host less time to think
+LONGEST = 5  # times as many rounds may pass between two comparisons: of short ones, or while plain decoding stays best
 KNOWN = 16  # timed rounds after which not every one is booked
 SURE = 3  # timed rounds after which a cost is known
 UNBOUNDED = 1 << 30  # tokens left: caps bite only in a text's last rounds, which no change of plans would repay
@@ -172,7 +172,8 @@ class Planner:
         else:
             parts, why = self._best(tokens, ms, views)
             idle = why == "keep" and use.plans == (self._plain,)  # nothing is learnt of drafts meanwhile
-            apart = max(self.every, 2 * int(0.5 * APART / sum(ms[k, -1] for k, _ in parts)))  # see `Use.turn`
+            took = sum(ms[k, len(m) if self.split else -1] for k, m in parts)
+            apart = max(self.every, 2 * int(0.5 * APART / max(took, 1e-3)))  # even: see `Use.turn`
             use.pause = min(max(2 * use.pause, apart) if idle else apart, LONGEST * self.every)
             use.parts, use.keys, use.wait = parts, keys, use.pause
         chosen = tuple((self.plans[k], len(members)) for k, members in parts)

@@ -70,7 +70,7 @@ def shapes(backbone: Backbone, sizes: Sizes) -> list[Shape]:
     most = max((b for b in BLOCKS if b <= widest), default=max(widest, 2))
     blocks = [] if backbone.path is None else sorted({most, *(b for b in sizes.blocks if b <= widest)})
     turns: list[tuple[int, int, Shape]] = []
-    for i, n in _bisected(sizes.requests) if blocks else ():  # a draft's trees know no context
+    for i, n in _bisected(sizes.requests) if blocks else ():  # a tree costs over a chain about as much at any context
         turns += [(i + j + 2, 3, Shape("tree", n, m, contexts[0], most - 1)) for j, m in enumerate(sizes.trees)]
         turns += [(i + j + 1, 4, Shape("head", n, b, contexts[0])) for j, b in enumerate(_heads(blocks))]
     for (i, n), (k, c) in product(_bisected(sizes.requests), _bisected(contexts)):
@@ -156,7 +156,7 @@ def _expected(table: LatencyTable, s: Shape, entry: int) -> float:
     if s.kind not in ("tree", "head"):
         return ms
     forward = float(table.time("clean", s.rows + s.drafts, s.requests, s.context))
-    return max(ms, 2 * forward if s.kind == "tree" else forward)  # few of them are known yet; a tree runs two
+    return max(ms, 2 * forward if s.kind == "tree" else forward)  # few of them are known yet; of a tree two are run
 
 
 def graphs_run(backbone: Backbone) -> bool:
