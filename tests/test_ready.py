@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import pytest
 from decoding import B, N, outputs
@@ -62,6 +64,25 @@ def test_a_policy_is_told_which_rounds_would_only_be_replayed(slots):
             assert ready != cold
     assert any(ready for plan, ready in policy.told if plan.overlap)
     assert sum(cold for _, cold in policy.cold) > len(plans) and sum(ready for _, ready in policy.told) > 50
+
+
+def test_a_session_that_is_dropped_in_the_middle_of_a_run_goes_at_once():
+    """Views on their way held it by what they could ask, with keys, values and graphs, until the collector came."""
+    model = model_of()
+    policy = Restless([Plan("ar", 1), Plan("sequential", B)])
+    session = Session(Backbone(model, path_of(model, 0.2)), policy, 1, 100, graphs=Remembered())
+    session.add([Request(PROMPT, 40)])
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(8):
+            session.step()
+        assert session._flights and policy.told
+        gone = weakref.ref(session)
+        del session
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_without_graphs_nobody_is_told():

@@ -16,7 +16,6 @@ from selfspec.draft.block import draft_inputs
 from selfspec.draft.condition import CANDIDATES, Given, condition_of, propose
 from selfspec.draft.tree import best_first, grow
 
-EDITION = 2  # of what the kinds below time: tables of an older one are not read
 REPLAYS = 8  # of a graph in a row: rounds are launched ahead too, so the host's launch and wait are no part of a pass
 
 
@@ -134,14 +133,15 @@ def _rounds(
     logits, condition = backbone.logits(states), condition_of(backbone)
     given = None if condition is None else Given(condition, states, anchor)
     tokens = anchor[:, None].expand(n, nodes + 1)
-    given_top, order = torch.randn(n, drafts, k, k, device=device).log_softmax(-1).sort(-1, descending=True)
+    # what a head says of candidates, for the growth alone
+    top, order = torch.randn(n, drafts, k, k, device=device).log_softmax(-1).sort(-1, descending=True)
     ids = torch.randint(backbone.vocab_size, (n, drafts, k), device=device)
 
     def growth() -> None:
         if given is None:
             best_first(anchor, logits, nodes)
         else:  # over what may follow each candidate
-            grow(anchor, given_top, ids, nodes, order)
+            grow(anchor, top, ids, nodes, order)
 
     def grown() -> None:
         tree = best_first(anchor, logits, nodes) if given is None else propose(anchor, logits, given, nodes)

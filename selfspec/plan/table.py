@@ -18,10 +18,10 @@ import torch
 from selfspec import hub
 from selfspec.backbone import Backbone
 from selfspec.machine import device_name, versions
-from selfspec.plan.latency import EDITION, Latency
+from selfspec.plan.latency import Latency
 from selfspec.plan.surface import Surface
 
-FORMAT = 5  # part of the cache key: raise it when what is stored or measured changes
+FORMAT = 6  # part of the cache key: raise it when what is stored or measured changes
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,6 @@ def setting(backbone: Backbone, graph: bool) -> dict[str, Any]:
         path_config.pop(name, None)
     return {
         **versions(),
-        "edition": EDITION,
         "device": device_name(backbone.device),
         "threads": None if backbone.device.type == "cuda" else torch.get_num_threads(),
         "dtype": str(backbone.dtype).removeprefix("torch."),
