@@ -157,11 +157,13 @@ class Door:
     Attributes:
         lived: rounds of a request, T, about that of the latest.
         since: when the first slot came free for somebody who waits.
+        held: requests that wait though a slot is free.
     """
 
     def __init__(self) -> None:
         self.lived = LIVES
         self.since: float | None = None
+        self.held = 0
 
     def left(self, rounds: int) -> None:
         """A request has ended."""
@@ -176,7 +178,7 @@ class Door:
             waiting: requests without a slot that could take one.
             now: seconds of a clock other than the host's, as in a simulation.
         """
-        n = min(free, waiting)
+        n, self.held = min(free, waiting), 0
         if n <= 0:
             self.since = None
             return 0
@@ -184,6 +186,7 @@ class Door:
         now = time.monotonic() if now is None else now
         self.since = now if self.since is None else self.since
         if n < int(enough) and n < waiting and free < slots and now - self.since < HELD:
+            self.held = n
             return 0
         self.since = None
         return n

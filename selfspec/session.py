@@ -307,14 +307,14 @@ class Session:
         """What the policy wants for the next round, which is one for all."""
         if not self._asks:
             return Assignment((), self.policy.plans[0])
-        reach = sum(f.reach for f in self._flights if f.assignment is not None)
-        views = rows.views(self.cache.lengths, reach, self._saved is not None)
+        ahead = [f.reach for f in self._flights if f.assignment is not None]
+        views = rows.views(self.cache.lengths, sum(ahead), self._saved is not None)
+        views.idle, views.hurry = self.door.held + len(self.joining), self.graphs.enabled and not ahead
         views.ready = self._ready if self.graphs.enabled else None
         assignment = together(self.policy.round(views))
         views.ready = None  # or views that are kept would hold the session
-        if self._saved is not None and assignment.plan != self._saved:  # what was saved is dropped
-            return Assignment(views.without_drafts(), assignment.plan)
-        return assignment
+        dropped = self._saved not in (None, assignment.plan)  # what was saved
+        return Assignment(views.without_drafts(), assignment.plan) if dropped else assignment
 
     def _ready(self, plan: Plan) -> bool:
         """Whether a round started now would find all captured."""

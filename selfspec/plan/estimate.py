@@ -38,6 +38,7 @@ OWN = np.array([TEXT, COPY, COPY])  # of a text's terms: drafts, first token loo
 TURN = np.array([0.01, 0.04, 0.04])  # share of them that a round renews: copies come in bursts, and late in texts
 DRIFT = 1.5e-5  # variance that a round adds to what all drafts share
 WANDER = 0.5  # other terms drift in proportion to their variances, or to this deviation's where theirs is wider
+STEADY = 0.1  # of the drift, what one family has for itself: else what runs is praised or blamed for its texts
 FURTHEST = 2.0  # log odds that a step of the filter moves at most
 AT_ONCE, STEPS = 8, 6  # rounds of a text that a step takes in, and most steps: each goes by its slope
 
@@ -111,6 +112,9 @@ class Estimator:
         self.mean, self.doubts, self._diagonal = np.zeros(len(wide)), np.diag(wide) ** 2, np.diag_indices(len(wide))
         # texts get easier for all drafts sooner than for one family alone: else what runs is praised for its texts
         drift = DRIFT * np.minimum(np.array(wide), WANDER) ** 2 / ALL**2
+        for name, i in place.items():
+            if isinstance(name, Family) or (isinstance(name, tuple) and name[0] == "kind"):
+                drift[i] *= STEADY
         self._drift = np.stack([drift, drift])  # by rounds of drafts, and by what is heard of copies beside them
         self._drift[1, self.of[~self.copied].any((0, 1))] = 0
 

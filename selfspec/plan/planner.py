@@ -37,7 +37,8 @@ class Decision:
     Attributes:
         number: of the round.
         context: mean committed positions.
-        tokens: [K] expected per round over all requests, of every plan in the menu.
+        tokens: [K] expected per round over all requests, of every plan in the menu; rounds that are lost between two
+            texts are taken off (`Values.whole`).
         ms: [K] expected per round.
         chosen: plan and number of requests of each assignment.
         why: "first", "keep", "hold" (a better one is not better by enough, or for long enough), "switch" or "probe".
@@ -150,9 +151,12 @@ class Planner:
         self.rounds += 1
         use = self._used(n)
         use.since += 1
+        self.values.lost, self.values.held = use.between
         use.wait -= 1
         if keys != use.keys:
             use.soon(self.split)
+        if views.hurry and len(use.parts) == 1 and not self.probe.running:
+            return self._assigned(views, use.parts)
         fresh = use.since <= 4 * self.dwell
         turn = "compare" if fresh else use.turn(self.heard.copies and self.rounds - self._overheard > self.every)
         probed = self.probe.next(self, views) if turn == "probe" or self.probe.running else None
@@ -292,10 +296,12 @@ class Planner:
         def cost(rows: float) -> float:
             return pace * float(self.costs.table.time("clean", rows, n, context))
 
+        mean = 1 + float(seen.sum(1).mean())
+        rate = self.rate * mean / float(self.values.whole(np.array(mean)))  # between texts, drafts gain nothing
         if self.packed:
-            return allot(seen, lambda rows: cost(rows / n), self.rate).tolist()
+            return allot(seen, lambda rows: cost(rows / n), rate).tolist()
         sizes = sorted({p.nodes for p in self.plans if not p.tree and p.nodes <= depth + 1} | {depth + 1})
-        return [longest(seen, sizes, cost, self.rate) - 1] * n
+        return [longest(seen, sizes, cost, rate) - 1] * n
 
     def observe(
         self,
@@ -321,6 +327,7 @@ class Planner:
         if plan.overlap and hits is not None:
             there = [hit for hit, tokens in zip(hits, emitted, strict=True) if tokens]
             self.values.saw(k, sum(there), len(there))
+        self._use.spent(emitted, sum(ended or ()), views.idle)
         n, ms = len(views), None if seconds is None else 1e3 * seconds
         # of plain rounds, whose time hardly changes, a part says enough
         if ms is None or plan.nodes > 1 or cold or self.rounds % self.every == 0 or self.pace.known(k, n) < KNOWN:

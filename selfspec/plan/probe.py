@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from selfspec.plan.views import Views
 
 FIRST, LAST = 32, 2048  # rounds to wait after a first probe, and at most
+NEAR, OFTEN = 0.9, 32  # of the rate in use, from which on a rival is tried again and again; after so many rounds
 UNTIMED = 0.06  # of its time, what a plan may be faster than foretold that never ran with so many requests
 COLD = 0.25  # of the share, for shapes that have to be captured first: each takes as long as a hundred rounds
 
 
 class Probe:
     """Decides when a family of drafts that is not in use gets a round.
+
+    What is about as good as drafts in use costs next to nothing to try, and only trying tells which is better: it gets
+    a round every so often. Of the others:
 
     It does when the best that can be hoped of it would beat what is in use: its estimate, the odds of failing lowered
     by how little, and how long ago, it was tried, and its time lowered where it is only foretold. Where even that would
@@ -50,7 +54,7 @@ class Probe:
         if not self.share or not planner.rate or self.spent > self.share * self.total or self.round < self.looked + 6:
             return None
         self.looked = self.round
-        for _, k, family in sorted(self._hopes(planner, n, context), reverse=True):
+        for _, k, family, near in sorted(self._hopes(planner, n, context), reverse=True):
             ms = planner.costs.round(planner.plans[k], n, context) * float(planner.factors(n)[k])
             length = 2 if planner.plans[k].overlap else 1  # what an overlap saves is verified a round later
             setup = length * planner.setup(k, views)
@@ -61,31 +65,37 @@ class Probe:
                 continue
             self.captured += setup
             turn = _doublings(n), family
-            self.waits[turn] = min(2 * self.waits.get(turn, FIRST // 2), LAST)
+            self.waits[turn] = min(2 * self.waits.get(turn, FIRST // 2), OFTEN if near else LAST)
             self.due[turn] = self.round + self.waits[turn]
             self.running = [k] * (length - 1)
             return self._marked_as(planner, k)
         return None
 
-    def _hopes(self, planner: Planner, n: int, context: float) -> list[tuple[float, int, Family]]:
-        """(tokens per ms at best, plan, family) of every family whose turn it could be and that may win."""
+    def _hopes(self, planner: Planner, n: int, context: float) -> list[tuple[float, int, Family, bool]]:
+        """Of every family whose turn it could be and that may win: tokens per ms at best, plan, family, and whether it
+        is about as good as drafts in use."""
         estimator, values = planner.estimator, planner.values
         used = {f for k in planner.current for f in families(planner.plans[k])}
         doubt = estimator.doubt(next(iter(sorted(used)), None) if len(used) == 1 else None)
         curves = harder(estimator.shared(), np.exp(-doubt)[:, None])  # [F, DEPTH]
-        many = np.full(1, 1 << 30)
+        many, plain = np.full(1, 1 << 30), next(k for k, p in enumerate(planner.plans) if p.nodes == 1)
         tokens, hit = values.tokens(curves.cumprod(1)[:, None], many, many)
+        likely, _ = values.tokens(estimator.shared().cumprod(1)[:, None], many, many)
         timed = [planner.pace.known(k, n) > 0 for k in range(len(planner.plans))]
         ms = values.ms(np.array([n]), context, hit)[:, 0] * planner.factors(n) * np.where(timed, 1, 1 - UNTIMED)  # [K]
         hope = n * tokens[0] / ms
-        found: dict[Family, tuple[float, int, Family]] = {}
+        known = likely[0] / ms
+        near = known > (np.inf if plain in planner.current else NEAR * max(known[k] for k in planner.current))
+        found: dict[Family, tuple[float, int, Family, bool]] = {}
         for k in np.argsort(-hope).tolist():
-            if hope[k] <= planner.rate:
+            if hope[k] <= NEAR * planner.rate:
                 break
+            if hope[k] <= planner.rate and not near[k]:
+                continue
             family = families(planner.plans[k])[1]
             due = self.due.get((_doublings(n), family), 0)
             if family not in used and planner.plans[k].nodes > 1 and self.round >= due:
-                found.setdefault(family, (float(hope[k]), k, family))
+                found.setdefault(family, (float(hope[k]), k, family, bool(near[k])))
         return list(found.values())
 
     def _marked_as(self, planner: Planner, k: int) -> int:

@@ -287,7 +287,9 @@ def simulate(
                 r.admitted = clock
             active += joining
         by_key: dict[Hashable, _Running] = {r.key: r for r in active}
-        assignments = policy.round([r.view() for r in active])
+        views = Views.of([r.view() for r in active])
+        views.idle = min(slots - len(active), len(queue))
+        assignments = policy.round(views)
         if Counter(k for a in assignments for k in a.keys) != Counter(by_key.keys()):
             raise ValueError("a policy has to give every running request one plan")
         for a in assignments:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+FADING = 1 / 512  # share of what was lost between texts that a round forgets
 SOON = 3  # rounds, the first of which may tell of the drafts before, until a comparison
 AWAY = 64  # rounds with other numbers of requests, after which a choice is looked at as if it were new
 
@@ -25,6 +26,10 @@ class Use:
         wait: rounds until the next comparison.
         pause: rounds between two.
         left: number of the last round.
+        ran: rounds of single slots; fading, as the next three.
+        made: tokens.
+        lost: rounds of slots whose text had ended.
+        idle: rounds in which slots were free though somebody waited.
     """
 
     plans: tuple[int, ...] = ()
@@ -36,6 +41,30 @@ class Use:
     wait: int = 0
     pause: int = 6
     left: int = 0
+    ran: float = 0.0
+    made: float = 0.0
+    lost: float = 0.0
+    idle: float = 0.0
+
+    def spent(self, emitted: Sequence[int], ended: int, idle: int) -> None:
+        """Book a round.
+
+        Args:
+            emitted: tokens of each request; 0 of one that had left.
+            ended: requests that ended; their last round breaks off anywhere, and half of it is lost in the mean.
+            idle: slots of nobody.
+        """
+        none = sum(not e for e in emitted)
+        self.ran += len(emitted) - none - self.ran * FADING
+        self.made += sum(emitted) - self.made * FADING
+        self.lost += none + 0.5 * ended - self.lost * FADING
+        self.idle += idle - self.idle * FADING
+
+    @property
+    def between(self) -> tuple[float, float]:
+        """What a change of texts costs: `lost` and `held` of `Values`."""
+        made = max(self.made, 1.0)
+        return self.lost / made, self.idle / (made * max(self.ran, 1.0)) ** 0.5
 
     def back(self, number: int) -> None:
         """This is the number of its next round."""

@@ -38,6 +38,7 @@ class Values:
         self.at, self.dropped = np.arange(len(over)), DEPTH - groups  # the last end without a group, least likely first
         self.every = np.array([[plans[k].groups is None] for k in over], bool)  # [O, 1]
         self.within = self.depth[self.overlaps][:, None, None] > POSITION  # [O, 1, DEPTH]
+        self.lost = self.held = 0.0  # what a change of texts costs, see `whole`
         self.joins = 0.0  # share of rounds before which a request has joined
         self.hits = np.zeros((2, len(plans)))  # hits and tries of overlaps, fading
         self._parts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
@@ -68,7 +69,15 @@ class Values:
             o = self.overlaps
             tokens[o] = 1 + chance * (upto[self.saved[o][:, None], at, room[o]] - 1)
             hit[o] = chance.sum(1) / n
-        return tokens.T, hit
+        return self.whole(tokens.T), hit
+
+    def whole(self, tokens: np.ndarray) -> np.ndarray:
+        """Tokens a round of a slot, rounds between two texts included, from those of its texts' rounds.
+
+        A text of L tokens takes L / tokens rounds, some more of every plan (`lost` a token), and others in which its
+        slot stands idle until several are free (`Door`): their number goes by the root of the text's own.
+        """
+        return tokens / (1 + self.lost * tokens + self.held * np.sqrt(tokens))
 
     def _resumed(self, upto: np.ndarray, survival: np.ndarray) -> np.ndarray:
         """How many times as many tokens a block of lookup accepts as the first drafts of the largest one. [L, n]

@@ -50,6 +50,8 @@ class Views(Sequence[View]):
         features: [n] float, nan where one is not known; None where none is.
         copied: [n] what each round of lookup that ends in the round's tokens would have accepted, whatever ran, None
             for whom nobody looked; once the round has been read.
+        idle: slots that decode for nobody though somebody waits: free ones, and those whose prompts run.
+        hurry: no round is on its way: the device waits while the host thinks.
         ready: whether a round of a plan, run now, would find all captured; None where nobody knows.
     """
 
@@ -62,6 +64,8 @@ class Views(Sequence[View]):
     lookups: list[int | None] | None = None
     features: np.ndarray | None = None
     copied: list[Sequence[int] | None] | None = None
+    idle: int = 0
+    hurry: bool = False
     ready: Callable[[Plan], bool] | None = None
 
     @staticmethod
