@@ -38,7 +38,7 @@ OWN = np.array([TEXT, COPY, COPY])  # of a text's terms: drafts, first token loo
 TURN = np.array([0.01, 0.04, 0.04])  # share of them that a round renews: copies come in bursts, and late in texts
 DRIFT = 1.5e-5  # variance that a round adds to what all drafts share
 WANDER = 0.5  # other terms drift in proportion to their variances, or to this deviation's where theirs is wider
-STEADY = 0.1  # of the drift, what one family has for itself: else what runs is praised or blamed for its texts
+STEADY = 0.3  # of the drift, what one family has for itself: else what runs is praised or blamed for its texts
 FURTHEST = 2.0  # log odds that a step of the filter moves at most
 AT_ONCE, STEPS = 8, 6  # rounds of a text that a step takes in, and most steps: each goes by its slope
 
