@@ -66,6 +66,46 @@ def test_a_policy_is_told_which_rounds_would_only_be_replayed(slots):
     assert sum(cold for _, cold in policy.cold) > len(plans) and sum(ready for _, ready in policy.told) > 50
 
 
+class Watchful(Fixed):
+    """Notes whether the device waits for it, and how many slots decode for nobody."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.hurries, self.idle = [], []
+
+    def round(self, active):
+        views = Views.of(active)
+        self.hurries.append(views.hurry)
+        self.idle.append(views.idle)
+        return [Assignment(views, self.plans[0])]
+
+
+def test_a_policy_is_told_when_the_device_waits_for_it():
+    model = model_of()
+    policy = Watchful(Plan("ar", 1))
+    session = Session(Backbone(model, path_of(model, 0.2)), policy, 1, 200, graphs=Remembered())
+    for _ in range(2):
+        run(session, [Request(PROMPT, 40)], [])
+    assert sum(policy.hurries) == 2 and policy.hurries[0]  # as each begins: all others start beside the one before
+    plain = Watchful(Plan("ar", 1))
+    run(Session(Backbone(model, path_of(model, 0.2)), plain, 1, 200, graphs=False), [Request(PROMPT, 40)], [])
+    assert not any(plain.hurries)  # nothing is ever on its way there: it would wait for ever
+
+
+def test_a_policy_is_told_of_slots_that_decode_for_nobody():
+    model = model_of()
+    policy = Watchful(Plan("ar", 1))
+    session = Session(Backbone(model, path_of(model, 0.2)), policy, 4, 200, graphs=Remembered())
+    session.add([Request(PROMPT, 20)])
+    session.step()
+    session.step()
+    assert set(policy.idle) == {0}
+    session.door.held = 2
+    session.add([Request([5, 8, 2], 20)])
+    session.step()
+    assert policy.idle[-1] == 3  # two that are held, one whose prompt runs
+
+
 def test_a_session_that_is_dropped_in_the_middle_of_a_run_goes_at_once():
     """Views on their way held it by what they could ask, with keys, values and graphs, until the collector came."""
     model = model_of()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class Estimator:
 
     def _terms(self, exact: list[bool]) -> None:
         """Lay out the shared terms and what is doubted of each."""
-        bins, place, wide, counts = len(STARTS), dict[Hashable, int](), list[float](), list[tuple[int, int, int]]()
+        bins, place, wide, counts = len(STARTS), dict[Any, int](), list[float](), list[tuple[int, int, int]]()
 
         def count(i: int, b: int, name: Hashable, deviation: float) -> None:
             """A term counts in a family at a bin."""
@@ -112,9 +113,7 @@ class Estimator:
         self.mean, self.doubts, self._diagonal = np.zeros(len(wide)), np.diag(wide) ** 2, np.diag_indices(len(wide))
         # texts get easier for all drafts sooner than for one family alone: else what runs is praised for its texts
         drift = DRIFT * np.minimum(np.array(wide), WANDER) ** 2 / ALL**2
-        for name, i in place.items():
-            if isinstance(name, Family) or (isinstance(name, tuple) and name[0] == "kind"):
-                drift[i] *= STEADY
+        drift[[i for name, i in place.items() if isinstance(name, Family) or name[0] == "kind"]] *= STEADY
         self._drift = np.stack([drift, drift])  # by rounds of drafts, and by what is heard of copies beside them
         self._drift[1, self.of[~self.copied].any((0, 1))] = 0
 

@@ -21,6 +21,7 @@ from selfspec.plan.views import Assignment, View, Views
 
 APART = 9.0  # milliseconds of rounds, about, between two comparisons: short rounds leave the host less time to think
 LONGEST = 5  # times as many rounds may pass between two comparisons: of short ones, or while plain decoding stays best
+HURRIED = 16  # rounds in a row before which nothing is thought: at a text's ends few, of very short texts all
 KNOWN = 16  # timed rounds after which not every one is booked
 SURE = 3  # timed rounds after which a cost is known
 UNBOUNDED = 1 << 30  # tokens left: caps bite only in a text's last rounds, which no change of plans would repay
@@ -115,7 +116,7 @@ class Planner:
         self.patience, self.dwell, self.every = patience, dwell, every
         self.pace, self.probe = Pace([_alike(p) for p in self.plans]), Probe(probe)
         self.log: deque[Decision] = deque(maxlen=512)
-        self.rounds = self.switches = self._overheard = 0
+        self.rounds = self.switches = self._overheard = self._hurried = 0
         self.rate = 0.0
         self._uses: dict[int, Use] = {}  # by doublings of the number of requests
         self._use = Use()
@@ -151,11 +152,13 @@ class Planner:
         self.rounds += 1
         use = self._used(n)
         use.since += 1
+        use.idle += views.idle
         self.values.lost, self.values.held = use.between
         use.wait -= 1
         if keys != use.keys:
             use.soon(self.split)
-        if views.hurry and len(use.parts) == 1 and not self.probe.running:
+        self._hurried = self._hurried + 1 if views.hurry else 0
+        if 0 < self._hurried <= HURRIED and len(use.parts) == 1 and not self.probe.running:
             return self._assigned(views, use.parts)
         fresh = use.since <= 4 * self.dwell
         turn = "compare" if fresh else use.turn(self.heard.copies and self.rounds - self._overheard > self.every)
@@ -327,7 +330,7 @@ class Planner:
         if plan.overlap and hits is not None:
             there = [hit for hit, tokens in zip(hits, emitted, strict=True) if tokens]
             self.values.saw(k, sum(there), len(there))
-        self._use.spent(emitted, sum(ended or ()), views.idle)
+        self._use.spent(emitted, sum(ended or ()))
         n, ms = len(views), None if seconds is None else 1e3 * seconds
         # of plain rounds, whose time hardly changes, a part says enough
         if ms is None or plan.nodes > 1 or cold or self.rounds % self.every == 0 or self.pace.known(k, n) < KNOWN:

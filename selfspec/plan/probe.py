@@ -77,15 +77,16 @@ class Probe:
         estimator, values = planner.estimator, planner.values
         used = {f for k in planner.current for f in families(planner.plans[k])}
         doubt = estimator.doubt(next(iter(sorted(used)), None) if len(used) == 1 else None)
-        curves = harder(estimator.shared(), np.exp(-doubt)[:, None])  # [F, DEPTH]
-        many, plain = np.full(1, 1 << 30), next(k for k, p in enumerate(planner.plans) if p.nodes == 1)
-        tokens, hit = values.tokens(curves.cumprod(1)[:, None], many, many)
-        likely, _ = values.tokens(estimator.shared().cumprod(1)[:, None], many, many)
+        shared, many = estimator.shared(), np.full(1, 1 << 30)  # [F, DEPTH]
+        likely, _ = values.tokens(shared.cumprod(1)[:, None], many, many)
+        tokens, hit = values.tokens(harder(shared, np.exp(-doubt)[:, None]).cumprod(1)[:, None], many, many)
         timed = [planner.pace.known(k, n) > 0 for k in range(len(planner.plans))]
         ms = values.ms(np.array([n]), context, hit)[:, 0] * planner.factors(n) * np.where(timed, 1, 1 - UNTIMED)  # [K]
         hope = n * tokens[0] / ms
         known = likely[0] / ms
-        near = known > (np.inf if plain in planner.current else NEAR * max(known[k] for k in planner.current))
+        near = known > NEAR * known[list(planner.current)].max()
+        if any(planner.plans[k].nodes == 1 for k in planner.current):
+            near[:] = False  # drafts that do not pay are no rivals
         found: dict[Family, tuple[float, int, Family, bool]] = {}
         for k in np.argsort(-hope).tolist():
             if hope[k] <= NEAR * planner.rate:

@@ -46,19 +46,18 @@ class Use:
     lost: float = 0.0
     idle: float = 0.0
 
-    def spent(self, emitted: Sequence[int], ended: int, idle: int) -> None:
-        """Book a round.
+    def spent(self, emitted: Sequence[int], ended: int) -> None:
+        """Book a round whose idle slots are booked already.
 
         Args:
             emitted: tokens of each request; 0 of one that had left.
             ended: requests that ended; their last round breaks off anywhere, and half of it is lost in the mean.
-            idle: slots of nobody.
         """
-        none = sum(not e for e in emitted)
+        none = list(emitted).count(0)
         self.ran += len(emitted) - none - self.ran * FADING
         self.made += sum(emitted) - self.made * FADING
         self.lost += none + 0.5 * ended - self.lost * FADING
-        self.idle += idle - self.idle * FADING
+        self.idle -= self.idle * FADING
 
     @property
     def between(self) -> tuple[float, float]:
