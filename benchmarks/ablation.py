@@ -1,4 +1,4 @@
-"""What each part is worth: trees, groups, calibrator, loops, length rules, at 1, 8 and 64 requests at a time.
+"""What each part is worth: trees, groups, calibrator, branches, loops, length rules, at 1, 8 and 64 requests at a time.
 
 python benchmarks/ablation.py --prompts gsm8k.jsonl humaneval.jsonl mt_bench.jsonl --device cuda --seconds 150 \
     --json benchmarks/ablation_h200.json --markdown ablation.md
@@ -22,6 +22,7 @@ from selfspec.arena import Arena, Run, contest, data_of, policy_of, verdict
 KINDS = {
     "trees": ("sequential", "tree/nodes=15", "tree/nodes=63", "tree/nodes=255"),
     "groups": ("sequential/b=8", "overlap/b=8/groups=1", "overlap/b=8/groups=2", "overlap/b=8/groups=4", "overlap/b=8"),
+    "branches": ("overlap/b=8/groups=4", "overlap/b=8/groups=branches"),
     "overlapped trees": ("tree/nodes=15", "overlap+tree/nodes=15/groups=2", "overlap+tree/nodes=15/groups=4"),
     "loop": ("sequential", "loop", "loop/passes=3", "loop+tree/nodes=15"),
     "lengths": (

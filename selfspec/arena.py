@@ -22,7 +22,7 @@ from typing import Any
 from selfspec.explain import Watched
 from selfspec.joining import Door
 from selfspec.model import SelfSpecModel
-from selfspec.plan import Plan
+from selfspec.plan import BRANCHES, Plan
 from selfspec.plan.latency import sync
 from selfspec.plan.policy import Fixed, Policy
 from selfspec.plan.record import Record, length, order
@@ -42,7 +42,8 @@ def plan_of(model: SelfSpecModel, name: str) -> Plan:
 
     Args:
         model: gives the block size where none is named, and refuses what its adapters were not trained for.
-        name: a mode, then settings (`b`, `nodes`, `groups`, `verify`, `passes`), then @ and the adapter's index.
+        name: a mode, then settings (`b`, `nodes`, `groups`, `verify`, `passes`), numbers or "groups=branches", then
+            @ and the adapter's index.
 
     Raises:
         ValueError: it names no plan, or one that cannot run.
@@ -52,9 +53,10 @@ def plan_of(model: SelfSpecModel, name: str) -> Plan:
     plan = model.plan(mode, adapter=int(adapter or 0))
     given: dict[str, Any] = {}
     for key, _, value in (s.partition("=") for s in settings):
-        if key not in FIELDS or not value.isdigit():
+        named = key == "groups" and value == BRANCHES
+        if key not in FIELDS or not (value.isdigit() or named):
             raise ValueError(f"{name!r}: expected settings of the form {', '.join(FIELDS)}=NUMBER, got {key}={value}")
-        given[FIELDS[key]] = int(value)
+        given[FIELDS[key]] = value if named else int(value)
     plan = replace(plan, **given)
     plan.require(getattr(model.bodies[plan.adapter].path, "config", None))
     return plan

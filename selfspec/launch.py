@@ -61,17 +61,19 @@ def launch(
     def first() -> tuple[Tensor | None, ...]:
         proposal = rounds.candidates(*what, plainly)
         assert proposal.cut is not None
-        return proposal.tree.tokens, proposal.likely, *proposal.cut
+        return proposal.tree.tokens, proposal.likely, proposal.second, *proposal.cut
 
-    def second(tokens: Tensor, likely: Tensor | None = None) -> Tensor:
-        return rounds.verify(plan, frame, size, Proposal(DraftTree(tokens), likely), requests, plainly)
+    def second(tokens: Tensor, more: Tensor | None = None) -> Tensor:
+        told = (None, None, more) if plan.branches else (more, None, None)
+        return rounds.verify(plan, frame, size, Proposal(DraftTree(tokens), *told), requests, plainly)
 
     begun = ("proposal", *full[1:])
     warm = begun in graphs
-    tokens, likely, drafts, margins = graphs(begun, first)
+    tokens, likely, corrected, drafts, margins = graphs(begun, first)
     clock.lap("draft")
-    proposal, _ = rounds.shortened(Proposal(DraftTree(tokens), likely, Cut(drafts, margins)))
-    given = [t.clone() for t in (proposal.tree.tokens, proposal.likely) if t is not None]  # out of the graph's memory
+    proposal, _ = rounds.shortened(Proposal(DraftTree(tokens), likely, Cut(drafts, margins), corrected))
+    some = proposal.tree.tokens, proposal.likely, proposal.second  # at most one of the latter two
+    given = [t.clone() for t in some if t is not None]  # out of the graph's memory
     seen = None if margins is None else margins.clone()
     ended = (*full, given[0].shape[1])
     warm &= ended in graphs

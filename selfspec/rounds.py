@@ -21,7 +21,7 @@ from selfspec.draft.condition import Condition, Given, condition_of
 from selfspec.draft.lookup import lookup
 from selfspec.draft.overlap import Groups
 from selfspec.forecast import Forecast, forecast
-from selfspec.plan import Plan
+from selfspec.plan import CORRECTIONS, Plan
 from selfspec.proposal import Proposal
 from selfspec.pruning import Cut, Pruning, bucket
 from selfspec.request import Request
@@ -120,7 +120,7 @@ class Rounds:
         backbone = self.bodies[plan.adapter] if plan.overlap else verifier_of(self.bodies)
         groups = None
         if plan.overlap:
-            groups = self._groups(plan, tree, proposal.likely)
+            groups = self._groups(plan, proposal)
         parts = (tree.tokens,) if tree.parents is None else (tree.tokens, tree.parents, tree.ancestors, tree.depths)
         hung = () if groups is None else (groups.nodes, groups.tokens)
         shapes = tuple(t.shape for t in (*parts, *hung))
@@ -181,12 +181,12 @@ class Rounds:
         if tree.parents is not None:
             return Proposal(tree)
         likely = cut = None
-        if plan.groups is not None:
+        if self._weighs(plan):
             likely = tops.certainty(logits) if told.sure is None else told.sure  # [n, M - 1]
             likely = torch.cat([torch.ones_like(likely[:, :1]), likely], 1)
         if self.pruned(plan, size):
             cut = self._cut(plan, frame, redraft, logits, told)
-        return Proposal(tree, likely, cut)
+        return Proposal(tree, likely, cut, overlap.corrections(tree, logits) if plan.branches else None)
 
     # ---- length rules
 
@@ -196,7 +196,12 @@ class Rounds:
 
     def _foretells(self, plan: Plan) -> bool:
         """Whether somebody asks what the path's heads say of a draft."""
-        return plan.chain and (self.pruning is not None or plan.groups is not None)
+        return plan.chain and (self.pruning is not None or self._weighs(plan))
+
+    @staticmethod
+    def _weighs(plan: Plan) -> bool:
+        """Whether groups hang where a chain most probably ends."""
+        return plan.groups is not None and not plan.branches
 
     def _cut(self, plan: Plan, frame: Frame, redraft: bool, logits: Tensor, told: Forecast) -> Cut:
         """What the rule wants. logits: [n, T, V]"""
@@ -236,16 +241,19 @@ class Rounds:
         done = config.seed_row or (not redraft and body.part("calibrate") is not None)
         return Given(condition, drafted.states, torch.full_like(anchor, MASK) if done else anchor, config.mask_id)
 
-    def _groups(self, plan: Plan, tree: DraftTree, likely: Tensor | None) -> Groups:
-        """The ends that get a draft of their own: all nodes, or the likeliest."""
+    def _groups(self, plan: Plan, proposal: Proposal) -> Groups:
+        """The ends that get a draft of their own: all nodes, the likeliest, or those of RecGuide's branches."""
+        tree, likely = proposal.tree, proposal.likely
         n, m = tree.tokens.shape
-        if plan.groups is None or plan.groups >= m:
+        if proposal.second is not None:
+            return overlap.branches(tree, proposal.second, CORRECTIONS)
+        if plan.kept is None or plan.kept >= m:
             return overlap.hidden(torch.arange(m, device=tree.tokens.device).expand(n, m))
         survives = overlap.survival(tree, likely) if likely is not None else None
         if survives is None:
             assert tree.scores is not None
             survives = tree.scores.exp()
-        return overlap.hidden(overlap.keep(overlap.ends(tree, survives), plan.groups))
+        return overlap.hidden(overlap.keep(overlap.ends(tree, survives), plan.kept))
 
     def _save(self, n: int, plan: Plan, groups: Groups, accepted: Accepted, draft: Tensor) -> Tensor:
         """Keep the draft of the end that came. Returns where there is one, [n] bool."""

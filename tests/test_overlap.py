@@ -11,7 +11,7 @@ from tiny import PROMPT, backbone, model_of, path_of, propose
 from selfspec import rows
 from selfspec.backbone import MASK
 from selfspec.draft import DraftTree
-from selfspec.draft.overlap import Groups, attach, branches, ends, find, hidden, keep, saved, survival
+from selfspec.draft.overlap import Groups, attach, branches, corrections, ends, find, hidden, keep, saved, survival
 from selfspec.draft.tree import best_first
 from selfspec.tops import best
 from selfspec.verify.greedy import greedy
@@ -86,15 +86,15 @@ def test_branches_take_the_second_candidate_at_the_first_risky_positions():
         )
     )
     chain = DraftTree(torch.cat([torch.tensor([[7], [7]]), logits.argmax(-1)], 1))
-    got = branches(chain, logits)
+    got = branches(chain, corrections(chain, logits), 2)
     assert got.nodes.tolist() == [[1, 3, 4], [3, -1, 4]]
     assert got.tokens.tolist() == [[1, 0, MASK], [0, MASK, MASK]]
-    assert branches(chain, logits, 1, banned=(1,)).tokens.tolist() == [[2, MASK], [0, MASK]]
+    assert branches(chain, corrections(chain, logits), 1).tokens.tolist() == [[1, MASK], [0, MASK]]
     short = DraftTree(chain.tokens[:, :3].clone())
     short.tokens[1, 2] = -1  # a ragged chain: no branch past its end
-    assert branches(short, logits[:, :2]).nodes.tolist() == [[1, -1, 2], [-1, -1, 1]]
+    assert branches(short, corrections(short, logits[:, :2]), 2).nodes.tolist() == [[1, -1, 2], [-1, -1, 1]]
     with pytest.raises(ValueError, match="chains"):
-        branches(DraftTree(chain.tokens, chain.tokens), logits)
+        corrections(DraftTree(chain.tokens, chain.tokens), logits)
 
 
 def test_the_outcomes_group_is_found_and_one_with_the_bonus_goes_first():

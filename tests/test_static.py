@@ -10,7 +10,7 @@ from selfspec.draft.condition import Condition, Given, Scored, propose
 from selfspec.draft.drawn import replay
 from selfspec.draft.levels import by_levels
 from selfspec.draft.loop import PREFIXES
-from selfspec.draft.overlap import branches, ends, find, hidden, keep, survival
+from selfspec.draft.overlap import branches, corrections, ends, find, hidden, keep, survival
 from selfspec.draft.trees import TAPS, Bastion, CaDDTree, DominoTree, OPTTree
 from selfspec.forecast import Forecast
 from selfspec.plan import Plan
@@ -89,7 +89,7 @@ PATHS = {
     "conditioned chain": lambda: conditioned(None),
     "replay": lambda: replay(given(), long(N, T, 4)),
     "ends": lambda: keep(ends(given(), survival(given(), meta(N, M))), 4),
-    "branches": lambda: branches(given(False), meta(N, M - 1, V), banned=(3, 5)),
+    "branches": lambda: branches(given(False), corrections(given(False), meta(N, M - 1, V)), 2),
     "find": lambda: find(hidden(long(N, 4)), long(N), long(N)),
     "prefixes": lambda: [make(1)(meta(N, T)) for make in PREFIXES.values()],
     "pruning": lambda: [pruned(rule) for rule in ("scan", "product", "adaflash", "libraspec:by=certainty")],

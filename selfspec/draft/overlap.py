@@ -96,43 +96,52 @@ def hidden(nodes: Tensor) -> Groups:
     return Groups(nodes, torch.full_like(nodes, MASK))
 
 
-def branches(tree: DraftTree, logits: Tensor, corrections: int = 2, banned: tuple[int, ...] = ()) -> Groups:
-    """RecGuide's branches of a chain: corrections where the draft is unsure, then a continuation after its last node.
+def corrections(tree: DraftTree, logits: Tensor) -> Tensor:
+    """What each draft of a chain would be corrected to: the drafter's second candidate, where it is unsure (RecGuide).
 
-    With P1 and P2 the two largest probabilities at a position, it is risky where P1 - P2 < RISKY. The earliest risky
-    positions p get a group on node p - 1 whose slot 0 is the drafter's second candidate. The token stands there itself:
-    an all-mask group whose first guess happens to be that token is not conditioned on it.
+    With P1 and P2 the two largest probabilities at a position, it is risky where P1 - P2 < RISKY.
 
     Args:
         tree: chains of T + 1 nodes.
         logits: [N, T, V] that they were drafted from; the mask's id is banned already.
-        corrections: risky positions taken.
-        banned: tokens that are no second candidate, such as the end of text.
 
     Returns:
-        G = corrections + 1 groups, the continuation last.
+        [N, T] long; `MASK` at positions that are not risky.
 
     Raises:
         ValueError: trees.
     """
     if tree.parents is not None:
         raise ValueError("branches are for chains; on trees keep groups by their end probabilities")
-    n, t, v = logits.shape
-    first = tree.tokens[:, 1:, None]  # of a ragged chain -1 past its end
-    top = tops.ranked(logits, min(2, v))[0].exp()
-    risky = (top[..., 0] - top[..., -1] < RISKY) & (first[..., 0] >= 0)
-    scores = logits.scatter(2, first.clamp(min=0), -torch.inf)
-    for token in banned:  # one by one: a list as an index would be a copy from the host
-        scores[..., token] = -torch.inf
-    second = tops.best(scores)  # [N, T]
-    place = torch.arange(t, device=logits.device).expand(n, t)
-    order = torch.where(risky, place, t).sort(1).values[:, :corrections]
-    order = torch.nn.functional.pad(order, (0, corrections - order.shape[1]), value=t)
-    real = order < t
-    other = torch.where(real, second.gather(1, order.clamp(max=t - 1)), MASK)
+    first = tree.tokens[:, 1:]  # of a ragged chain -1 past its end
+    top = tops.ranked(logits, min(2, logits.shape[-1]))[0].exp()
+    risky = (top[..., 0] - top[..., -1] < RISKY) & (first >= 0)
+    second = tops.best(logits.scatter(2, first.clamp(min=0)[..., None], -torch.inf))
+    return torch.where(risky, second, MASK)
+
+
+def branches(tree: DraftTree, second: Tensor, most: int) -> Groups:
+    """RecGuide's branches of a chain: corrections where the draft is unsure, then a continuation after its last node.
+
+    The earliest risky positions p get a group on node p - 1 whose slot 0 is the second candidate. The token stands
+    there itself: an all-mask group whose first guess happens to be that token is not conditioned on it.
+
+    Args:
+        tree: chains of T + 1 nodes.
+        second: [N, T] long of `corrections`.
+        most: positions that are corrected.
+
+    Returns:
+        G = most + 1 groups, the continuation last.
+    """
+    n, t = second.shape
+    place = torch.arange(t, device=second.device).expand(n, t)
+    order = torch.where(second >= 0, place, t).sort(1).values[:, :most]
+    order = torch.nn.functional.pad(order, (0, most - order.shape[1]), value=t)
+    padded = torch.nn.functional.pad(second, (0, 1), value=MASK)
     last = (tree.tokens[:, 1:] >= 0).sum(1, keepdim=True)
-    mask = torch.full_like(last, MASK)
-    return Groups(torch.cat([torch.where(real, order, -1), last], 1), torch.cat([other, mask], 1))
+    nodes = torch.cat([torch.where(order < t, order, -1), last], 1)
+    return Groups(nodes, torch.cat([padded.gather(1, order), torch.full_like(last, MASK)], 1))
 
 
 def attach(

@@ -13,6 +13,7 @@ TREES = (15, 31, 63, 127, 255)  # with the anchor as many rows as fill tiles of 
 NODES = 31  # of a tree, where nobody says: two such tiles
 CUTS = (4, 8)  # verify lengths of whole blocks: an adapter may draft worse in blocks that it was not trained for
 GROUPS = (1, 2, 4, None)
+BRANCHES, CORRECTIONS = "branches", 2  # as groups: RecGuide's, so many corrections and a continuation
 MOST_TREE_NODES = 1024  # masks grow with the square, and no tree this wide was ever worth its rows
 
 
@@ -24,7 +25,8 @@ class Plan:
         mode: "ar", "lookup", "sequential", "loop", "tree", "overlap", or loop, overlap and tree joined by "+".
         block_size: nodes of a chain, the anchor included; 1 is plain decoding.
         tree_nodes: nodes of a tree beside the anchor.
-        groups: overlap only, draft groups kept per request; None hangs one on every node.
+        groups: overlap only, draft groups kept per request; None hangs one on every node; "branches", for chains, one
+            where each of the first risky drafts is wrong and its second candidate right, and one after the last.
         verify_length: nodes of a chain that are verified, the anchor included; None verifies the whole block.
         passes: loop only, draft passes a round.
         adapter: index among the adapters that are loaded; each has an entry layer of its own.
@@ -33,7 +35,7 @@ class Plan:
     mode: str = "sequential"
     block_size: int = 16
     tree_nodes: int = NODES
-    groups: int | None = None
+    groups: int | str | None = None
     verify_length: int | None = None
     passes: int = 2
     adapter: int = 0
@@ -47,7 +49,9 @@ class Plan:
             raise ValueError(f"block_size={self.block_size} and tree_nodes={self.tree_nodes} must be at least 1")
         if self.tree_nodes > MOST_TREE_NODES:
             raise ValueError(f"tree_nodes={self.tree_nodes}: expected at most {MOST_TREE_NODES}")
-        if self.groups is not None and ("overlap" not in parts or self.groups < 1):
+        if isinstance(self.groups, str) and (self.groups != BRANCHES or "tree" in parts):
+            raise ValueError(f"groups={self.groups!r}: expected a number, or {BRANCHES!r} for chains")
+        if self.groups is not None and ("overlap" not in parts or (self.kept or 0) < 1):
             raise ValueError(f"groups={self.groups}: expected 1 or more, and mode='overlap'")
         if self.verify_length is not None and not ("tree" not in parts and 1 <= self.verify_length <= self.block_size):
             raise ValueError(f"verify_length={self.verify_length}: expected 1..block_size={self.block_size}, no tree")
@@ -68,6 +72,16 @@ class Plan:
     def overlap(self) -> bool:
         """Whether the next draft is computed inside the verify forward."""
         return self.drafts and "overlap" in self.mode
+
+    @cached_property
+    def kept(self) -> int | None:
+        """Groups of a request; None where every node has one."""
+        return CORRECTIONS + 1 if isinstance(self.groups, str) else self.groups
+
+    @cached_property
+    def branches(self) -> bool:
+        """Whether groups hold the tokens that drafts may be corrected to."""
+        return self.groups == BRANCHES
 
     @cached_property
     def loop(self) -> bool:
@@ -101,7 +115,8 @@ class Plan:
         """Draft rows that ride in a request's verify forward."""
         if not self.overlap:
             return 0
-        return self.block_size * (self.nodes if self.groups is None else min(self.groups, self.nodes))
+        groups = self.nodes if self.kept is None else self.kept
+        return self.block_size * (groups if self.branches else min(groups, self.nodes))
 
     def __str__(self) -> str:
         if not self.drafts and not self.lookup:
@@ -165,6 +180,7 @@ def menu(paths: list[Any], modes: tuple[str, ...] | None = None) -> list[Plan]:
             plans += [Plan("overlap", b, groups=g, adapter=i) for g in GROUPS if g is None or g < b]
         widest = max((b for b in BLOCKS if b <= path.block_size), default=1)
         plans += [Plan("sequential", widest, verify_length=v, adapter=i) for v in CUTS if v < widest]
+        plans += [Plan("overlap", widest, groups=BRANCHES, adapter=i)] if widest > 1 else []
         for nodes in TREES if widest > 1 else ():
             plans += [Plan(m, widest, nodes, adapter=i) for m in ("tree", "loop+tree")]
             plans += [Plan("overlap+tree", widest, nodes, g, adapter=i) for g in GROUPS if nodes <= 32 or g]

@@ -16,7 +16,7 @@ LEAST, MOST = 1e-3, 0.999
 # acceptance of tokens looked up in the text, before any were: rounded, of chat answers of a small instruct model. Most
 # texts have not said before what comes next; where one has, it mostly goes on as it did
 COPIED = (0.16, 0.73, 0.79, 0.84, 0.84, 0.87, 0.87, 0.89, 0.9)
-ODDS = {"hidden": 1.6, "loop": 0.9}  # of failing, over those of a chain with a known bonus
+ODDS = {"hidden": 1.6, "branch": 1.2, "loop": 0.9}  # of failing, over those of a chain with a known bonus
 CATCH = 0.04  # of a chain's failures, for each doubling of a tree's nodes: what further candidates catch
 
 
@@ -26,7 +26,8 @@ class Family(NamedTuple):
     Some adapters lose little by blocks smaller than the one that they were trained for, others a sixth of their tokens.
 
     Attributes:
-        source: "known" (the bonus in slot 0), "hidden" (a mask there), "loop" or "lookup"; "ar" in traces only.
+        source: "known" (the bonus in slot 0), "hidden" (a mask there), "branch" (either, of branches), "loop" or
+            "lookup"; "ar" in traces only.
         adapter: index.
         nodes: of a tree, 0 for a chain; "accepted at position j" then means by any branch.
         block: of a chain that is drafted in one pass in a smaller block than the largest; 0 stands for whole ones.
@@ -47,7 +48,7 @@ def families(plan: Plan) -> tuple[Family, Family]:
     chain = plan.drafts and not (plan.tree or plan.loop)
     cut = plan.block_size if chain and plan.block_size < BLOCKS[-1] else 0
     made = Family("loop" if plan.loop else "known", plan.adapter, nodes, cut)
-    return made, Family("hidden", plan.adapter, nodes) if plan.overlap else made
+    return made, Family("branch" if plan.branches else "hidden", plan.adapter, nodes) if plan.overlap else made
 
 
 def name_of(family: Family) -> str:

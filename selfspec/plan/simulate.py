@@ -16,15 +16,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from selfspec.plan import Plan
+from selfspec.plan import CORRECTIONS, Plan
 from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import DEPTH, Family, families
 from selfspec.plan.policy import Policy
+from selfspec.plan.value import SECOND
 from selfspec.plan.views import Assignment, View, Views
 from selfspec.stats import Stats
 
 LOOKUP = Family("lookup")
 CHUNK = 512  # prompt positions of a prefill forward
+GOLDEN = 0.618  # spreads what is right now and then evenly over a text
 
 
 @dataclass(eq=False)
@@ -133,7 +135,7 @@ class Recorder:
 
 def made_of(family: Family) -> Family:
     """The family whose rounds begin where this one's are missed: an overlap's have both, of whatever block."""
-    return family._replace(source="known" if family.source == "hidden" else family.source, block=0)
+    return family._replace(source="known" if family.source in ("hidden", "branch") else family.source, block=0)
 
 
 def of_stats(stats: Stats, family: Family, tokens: int, prompt: int = 0, seed: int = 0) -> Trace:
@@ -339,9 +341,13 @@ def _step(r: _Running, plan: Plan, room: int) -> int:
 def _kept(r: _Running, plan: Plan, accepted: int) -> bool:
     """Whether a group was kept for a run of this length: the likeliest ones have one. A miss has verified nothing, so
     its one group fits."""
-    if plan.groups is None or r.missed:
+    if plan.kept is None or r.missed:
         return True
-    return accepted in _likely(r.trace, plan)[: plan.groups]
+    likely = _likely(r.trace, plan)
+    if plan.branches:  # a trace does not tell of second candidates
+        right = r.emitted * GOLDEN % 1 < SECOND
+        return accepted == plan.block_size - 1 or (right and accepted in likely[:CORRECTIONS])
+    return accepted in likely[: plan.kept]
 
 
 @lru_cache(4096)

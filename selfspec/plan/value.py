@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from selfspec.plan import Plan
+from selfspec.plan import CORRECTIONS, Plan
 from selfspec.plan.cost import STEP, Costs, most_of
 from selfspec.plan.estimate import DEPTH, Family, families
 
 POSITION = np.arange(DEPTH)
+SECOND = 0.3  # of drafts that fail, those whose second candidate is right, before any has been seen to
 
 
 class Values:
@@ -34,9 +35,11 @@ class Values:
         self.full = (POSITION + 1) % steps == 0  # [L, DEPTH] drafts of the largest block that fill a smaller one
         over = [k for k, p in enumerate(plans) if p.overlap]
         self.overlaps = np.array(over, int)
-        groups = np.array([min(plans[k].groups or DEPTH + 1, DEPTH + 1) for k in over], int)
+        ends = [CORRECTIONS if plans[k].branches else plans[k].kept or DEPTH + 1 for k in over]
+        groups = np.minimum(np.array(ends, int), DEPTH + 1)
+        self.branches = np.array([[plans[k].branches] for k in over], bool)  # [O, 1]
         self.at, self.dropped = np.arange(len(over)), DEPTH - groups  # the last end without a group, least likely first
-        self.every = np.array([[plans[k].groups is None] for k in over], bool)  # [O, 1]
+        self.every = np.array([[plans[k].kept is None] for k in over], bool)  # [O, 1]
         self.within = self.depth[self.overlaps][:, None, None] > POSITION  # [O, 1, DEPTH]
         self.lost = self.held = 0.0  # what a change of texts costs, see `whole`
         self.joins = 0.0  # share of rounds before which a request has joined
@@ -97,17 +100,20 @@ class Values:
     def kept(self, survival: np.ndarray) -> np.ndarray:
         """The chance that a kept group is the one that comes true, for every overlap. [F, n, DEPTH] -> [O, n]
 
-        Groups hang where the run most probably ends: P(exactly k) = survival(k) - survival(k + 1).
+        Groups hang where the run most probably ends: P(exactly k) = survival(k) - survival(k + 1). Those of branches
+        take two such ends if the second candidate is right there, and that of the whole block.
         """
         o = self.overlaps
         runs = np.zeros((len(o), survival.shape[1], DEPTH + 2))  # of k drafts and more
         runs[:, :, 0] = 1
         np.multiply(survival[self.saved[o]], self.within, out=runs[:, :, 1:-1])
         ends = runs[:, :, :-1] - runs[:, :, 1:]  # [O, n, DEPTH + 1]
+        whole = ends[self.at, :, self.depth[o]]
         ends.sort(2)
         least = np.cumsum(ends, 2)  # of the ends that are not kept, and the rest
         rest = least[self.at, :, self.dropped]
         chance = 1 - np.where(self.dropped[:, None] < 0, 0.0, rest)
+        chance = np.where(self.branches, np.minimum(SECOND * chance + whole, 1.0), chance)
         hits, tries = self.hits[:, o, None]
         return np.where(self.every, 1.0, (10 * chance + hits) / (10 + tries))
 
