@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import shutil
 
 import pytest
 import tiny_chat
@@ -10,6 +13,7 @@ import torch
 import yaml
 from test_training_trainer import answered, config, tiny
 
+from selfspec.adapters import io
 from selfspec.training import report
 from selfspec.training.config import TrainConfig
 from selfspec.training.trainer import Trainer
@@ -54,6 +58,32 @@ def test_heads_bring_their_objectives_where_none_are_named(first) -> None:
     lengths = TrainConfig.load(None, ['adapter.heads=["length"]'])
     assert lengths.objectives == {"ce": 1.0, "dpace": 0.3, "length": 1.0}
     assert TrainConfig.load(None, ["lr=1"]).objectives == TrainConfig().objectives
+
+
+def test_what_was_measured_of_an_adapter_is_not_said_of_the_next_one(first, tmp_path) -> None:
+    """The rates of its smaller blocks and trees stood in the configuration of whatever was trained from it."""
+    shutil.copytree(first[0] / "run" / "adapter", tmp_path / "adapter")
+    told = io.read_config(tmp_path / "adapter")
+    io.write_config(tmp_path / "adapter", dataclasses.replace(told, acceptance_of={"block=2": (0.5,)}))
+    assert io.read_config(tmp_path / "adapter").acceptance_of
+    path = TrainConfig.load(None, [f"init={tmp_path / 'adapter'}"]).path
+    assert not path.acceptance and not path.acceptance_of
+
+
+def test_a_head_is_added_to_an_adapter_whose_own_stay(first, tmp_path) -> None:
+    """What trains the new one alone neither asks for the old one's objective nor moves it."""
+    folder, model, answers = first
+    fields = dict(adapter=ADAPTER | {"heads": ["sampler", "length"], "head_rank": 8}, max_steps=6)
+    fields |= dict(init=str(folder / "run" / "adapter"), objectives={"length": 1.0})
+    trainer = Trainer(config(tmp_path, **fields), model, answers)
+    before = copy.deepcopy(trainer.path.state_dict())
+    trainer.train()
+    changed = {name for name, p in trainer.path.state_dict().items() if not torch.equal(p, before[name])}
+    assert changed and all(name.startswith("heads.length.") for name in changed)
+    with pytest.raises(ValueError, match="'sampler' has no objective"):
+        config(tmp_path, **fields | {"objectives": {"length": 1.0, "ce": 1.0}})  # the path would move under it
+    with pytest.raises(ValueError, match="'sampler' has no objective"):
+        config(tmp_path, **fields | {"init": ""})
 
 
 def test_a_run_from_an_adapter_tells_tau_before_and_after(first, tmp_path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from selfspec.adapters import io
 from selfspec.adapters.config import CONDITIONERS, MaskPathConfig
-from selfspec.training.objectives import Mix, dbloom
+from selfspec.training.objectives import Mix, dbloom, term_of
 
 
 @dataclass
@@ -31,7 +31,8 @@ class TrainConfig:
         eval: evaluation sets by name, answer files each; looked at once at the end.
         adapter: fields of `MaskPathConfig`.
         init: an adapter folder, or a shipped adapter's name, to start from; `load` takes fields of `adapter` that are
-            not given from it, and its tau stands in the report as `before`.
+            not given from it, and its tau stands in the report as `before`. Where objectives train other heads alone,
+            its own stay as they are.
         objectives: `{name: weight}` or `{name: {"weight": w, option: value}}`; where none are given, `load` adds those
             of the adapter's heads.
         length: tokens of a packed row.
@@ -140,7 +141,7 @@ class TrainConfig:
             raise ValueError(
                 "attention=flash counts the documents of every step, which graph=true cannot: leave one out"
             )
-        mix.require(path.heads)
+        mix.require(path.heads, _settings_of(self.init).get("heads", ()) if self.init else ())
         first = dbloom.block(0.0, self.growth, path.block_size)
         if first < 3 and (path.seed_row or path.prefix_splits):
             raise ValueError(f"growth={self.growth}: a seed row and prefix splits need blocks of 3 or more")
@@ -241,13 +242,14 @@ class TrainConfig:
 def _settings_of(adapter: str | Path) -> dict[str, Any]:
     """What an adapter folder's configuration says beside the defaults; nothing that was measured."""
     plain, found = MaskPathConfig().to_dict(), io.read_config(io.find(adapter)).to_dict()
-    return {k: v for k, v in found.items() if v != plain[k] and k not in ("acceptance", "fingerprint")}
+    measured = ("acceptance", "acceptance_of", "fingerprint")
+    return {k: v for k, v in found.items() if v != plain[k] and k not in measured}
 
 
 def _taught(heads: typing.Sequence[str], plain: dict[str, float]) -> dict[str, float]:
     """Objectives of a path with heads: each head's term, and half of the plain ones beside a head that drafts."""
     drafts = any(h in CONDITIONERS for h in heads)
-    terms = {"markov" if h in CONDITIONERS else h: 1.0 for h in heads}
+    terms = {term_of(h): 1.0 for h in heads}
     return {name: weight * (0.5 if drafts else 1.0) for name, weight in plain.items()} | terms
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from selfspec.adapters import MaskPathModel
 from selfspec.training.config import TrainConfig
-from selfspec.training.objectives import Mix
+from selfspec.training.objectives import Mix, term_of
 from selfspec.training.world import World, local
 
 
@@ -21,10 +21,14 @@ def freeze(path: MaskPathModel, mix: Mix) -> None:
 
     Args:
         path: before its optimizer is made.
-        mix: the objectives; where all of them train heads alone, the rest of the path is left as it is.
+        mix: the objectives; where all of them train heads alone, the rest of the path is left as it is, heads of other
+            objectives too.
     """
     if mix.heads_alone:
-        path.requires_grad_(False).heads.requires_grad_(True)
+        path.requires_grad_(False)
+        terms = {name for name, _, _ in mix.terms}
+        for head, module in path.heads.items():
+            module.requires_grad_(term_of(head) in terms)
 
 
 def optimizer_of(path: MaskPathModel, config: TrainConfig, fused: bool) -> torch.optim.AdamW:

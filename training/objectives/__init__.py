@@ -63,6 +63,11 @@ OBJECTIVES: dict[str, type] = {
 }
 
 
+def term_of(head: str) -> str:
+    """The objective that trains a head."""
+    return "markov" if head in CONDITIONERS else head
+
+
 class Objective(Protocol):
     """One loss term."""
 
@@ -101,14 +106,19 @@ class Mix:
             raise ValueError("no objective has a weight")
         return cls(tuple(terms))
 
-    def require(self, heads: Iterable[str]) -> None:
+    def require(self, heads: Iterable[str], learnt: Iterable[str] = ()) -> None:
         """Refuse a term without its head, and a head without a term: it would never learn.
+
+        Args:
+            heads: of the path.
+            learnt: those that have learnt already; they need no term where the path under them stays as it is.
 
         Raises:
             ValueError: says which.
         """
         terms = {name for name, _, _ in self.terms if name in HEADS}
-        wanted = {head: "markov" if head in CONDITIONERS else head for head in heads}  # the term of every head
+        heads = [head for head in heads if not (self.heads_alone and head in learnt and term_of(head) not in terms)]
+        wanted = {head: term_of(head) for head in heads}
         if missing := sorted(terms - set(wanted.values())):
             raise ValueError(f"the objective {missing[0]!r} trains a head that adapter.heads does not name")
         if idle := sorted(head for head, term in wanted.items() if term not in terms):
