@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from selfspec import SelfSpecModel, options, prompts
-from selfspec.arena import AUTO, Arena, Run, contest, data_of, plan_of, verdict
+from selfspec.arena import AUTO, Arena, Run, contest, data_of, verdict
 
 MODES = ("sequential/b=4", "sequential/b=8", "sequential", "tree/nodes=15", "tree/nodes=31", "tree/nodes=63")
 MORE = ("overlap/b=4", "overlap/b=8/groups=4", "loop")  # where the adapter was trained for them
@@ -33,7 +33,7 @@ def entrants(model: SelfSpecModel, asked: str | None) -> list[str]:
     found = ["ar"]
     for i, name in itertools.product(range(len(model.bodies)), (*MODES, *MORE)):
         try:
-            plan_of(model, f"{name}@{i}")
+            model.plan(f"{name}@{i}")
         except ValueError:
             continue
         found.append(f"{name}@{i}" if i else name)
@@ -93,7 +93,7 @@ def main() -> None:
     """Measures, prints a table, writes JSON after every point."""
     # a run lasts several mean answers
     parser = parser_of(__doc__, slots="1,32,8,128,2,4,16,64", tokens=256, repeats=4)
-    parser.add_argument("--entrants", help="names as in selfspec.arena.plan_of, and auto")
+    parser.add_argument("--entrants", help="names as in selfspec.plan.named, and auto")
     args = parser.parse_args()
     began = time.perf_counter()
     model = loaded(args)

@@ -18,11 +18,12 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from selfspec.arena import AUTO, RULE
+from selfspec.arena import AUTO
 from selfspec.joining import Door
 from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.latency import Latency
+from selfspec.plan.named import read
 from selfspec.plan.planner import Planner
 from selfspec.plan.policy import Fixed
 from selfspec.plan.record import Priced, Record, foretold, replayed, usable
@@ -31,7 +32,8 @@ from selfspec.plan.table import LatencyTable
 
 def ran(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs of fixed plans, in the order in which they were made."""
-    runs = [r for point in report["points"] for r in point["runs"] if r["name"] != AUTO and RULE not in r["name"]]
+    every = [r for point in report["points"] for r in point["runs"]]
+    runs = [r for r in every if r["name"] != AUTO and read(r["name"]).lengths is None]
     if not report["record"].get("queue") or any("start" not in r for r in runs):
         raise SystemExit("the report does not say what its runs decoded: measure again with benchmarks/concurrency.py")
     return [r | {"plan": next(iter(r["plans"]))} for r in runs if r["plans"]]

@@ -22,8 +22,9 @@ from typing import Any
 from selfspec.explain import Watched
 from selfspec.joining import Door
 from selfspec.model import SelfSpecModel
-from selfspec.plan import BRANCHES, Plan
+from selfspec.plan import Plan
 from selfspec.plan.latency import sync
+from selfspec.plan.named import read
 from selfspec.plan.policy import Fixed, Policy
 from selfspec.plan.record import Record, length, order
 from selfspec.plan.simulate import Recorder
@@ -33,49 +34,18 @@ from selfspec.settings import eos_ids
 
 AUTO = "auto"
 RECORDED = 5000  # tokens of a recording beyond a run's, at most
-RULE = "lengths="
-FIELDS = {"b": "block_size", "nodes": "tree_nodes", "groups": "groups", "verify": "verify_length", "passes": "passes"}
-
-
-def plan_of(model: SelfSpecModel, name: str) -> Plan:
-    """The plan that a name such as "tree/nodes=32", "overlap/b=8/groups=2" or "sequential/b=8@1" stands for.
-
-    Args:
-        model: gives the block size where none is named, and refuses what its adapters were not trained for.
-        name: a mode, then settings (`b`, `nodes`, `groups`, `verify`, `passes`), numbers or "groups=branches", then
-            @ and the adapter's index.
-
-    Raises:
-        ValueError: it names no plan, or one that cannot run.
-    """
-    text, _, adapter = name.partition("@")
-    mode, *settings = text.split("/")
-    plan = model.plan(mode, adapter=int(adapter or 0))
-    given: dict[str, Any] = {}
-    for key, _, value in (s.partition("=") for s in settings):
-        named = key == "groups" and value == BRANCHES
-        if key not in FIELDS or not (value.isdigit() or named):
-            raise ValueError(f"{name!r}: expected settings of the form {', '.join(FIELDS)}=NUMBER, got {key}={value}")
-        given[FIELDS[key]] = value if named else int(value)
-    plan = replace(plan, **given)
-    plan.require(getattr(model.bodies[plan.adapter].path, "config", None))
-    return plan
 
 
 def policy_of(model: SelfSpecModel, name: str, slots: int | None = None) -> Policy:
-    """What an entrant decodes by: a planner for "auto", else a plan, and with "lengths=RULE" among its settings, as in
-    "sequential/lengths=product:threshold=0.1", a length rule. Latency tables cover so many slots.
+    """What an entrant decodes by: a planner for "auto", else a plan, perhaps with a length rule, as
+    `selfspec.plan.named` reads it. Latency tables cover so many slots.
 
     Raises:
-        ValueError: as `plan_of`, or a rule that cannot be used.
+        ValueError: it names no plan, or one that cannot run, or a rule that cannot be used.
     """
     if name == AUTO:
         return planner_for(model.bodies, slots=slots)
-    text, at, adapter = name.partition("@")
-    parts = text.split("/")
-    rules = [p.removeprefix(RULE) for p in parts if p.startswith(RULE)]
-    plan = plan_of(model, "/".join(p for p in parts if not p.startswith(RULE)) + at + adapter)
-    return model.pruned(plan, rules[-1] if rules else None, slots)
+    return model.pruned(model.plan(name), read(name).lengths, slots)
 
 
 class Menu(Fixed):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from selfspec.draft import DraftTree, chain_of, condition
 from selfspec.draft.drawn import drawn
+from selfspec.draft.loop import prefix_of
 from selfspec.draft.tree import best_first
 from selfspec.nodes import Nodes, Text, part_of, pick
 from selfspec.plan import Plan
@@ -61,6 +62,8 @@ class Chooser:
             raise ValueError(f"verify={self.verify!r} is for chains; trees take 'coupled' or 'multi'")
         if plan.lookup and self.draws:
             raise ValueError(f"verify={self.verify!r} needs drafts that the model draws; looked-up ones take 'coupled'")
+        if plan.loop:
+            prefix_of(plan.prefix)
         if plan.loop and self.draws:
             raise ValueError(
                 f"verify={self.verify!r} weighs drafts against what they were drawn from, and a loop's later passes "

@@ -17,6 +17,7 @@ from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
 from selfspec.draft.block import guesses, states
+from selfspec.draft.loop import Prefix
 from selfspec.draft.loop import propose as loop
 from selfspec.draft.overlap import Groups, attach
 from selfspec.slots import Slots
@@ -94,12 +95,21 @@ def prefill(
     return _at(hidden.clean, last), None if hidden.taps is None else _at(hidden.taps, last)
 
 
-def draft(backbone: Backbone, cache: KVCache, slots: Slots, frame: Frame, size: int, path, passes: int = 1) -> Draft:
-    """The size - 1 positions after the anchors, from one draft pass or a loop."""
+def draft(
+    backbone: Backbone,
+    cache: KVCache,
+    slots: Slots,
+    frame: Frame,
+    size: int,
+    path,
+    passes: int = 1,
+    prefix: Prefix | None = None,
+) -> Draft:
+    """The size - 1 positions after the anchors, from one draft pass or a loop, whose passes keep a `prefix`."""
     features = slots.features[: frame.n] if backbone.n_features and slots.features is not None else None
     anchor, start = slots.anchor(frame.n), slots.start[: frame.n]
     if passes > 1:
-        looped = loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes)
+        looped = loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes, prefix)
         return Draft(looped.logits, looped.states)
     hidden = states(backbone, cache, anchor, start, size, path, features, frame.n_keys)
     return Draft(guesses(backbone, hidden, path), hidden)

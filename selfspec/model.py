@@ -21,6 +21,7 @@ from selfspec.inputs import Prompts, batch
 from selfspec.memory import fitting
 from selfspec.past import Past
 from selfspec.plan import NODES, Plan
+from selfspec.plan.named import read
 from selfspec.plan.policy import Fixed, Policy
 from selfspec.planners import default_mode, planner_for, pruning_for
 from selfspec.pruning import Pruning
@@ -179,6 +180,7 @@ class SelfSpecModel:
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
             mode: "ar", "lookup", "sequential", "loop", "tree", "overlap", or several as in "overlap+tree"; "auto"
                 measures and chooses before every round. By default "auto", see `selfspec.planners.default_mode`.
+                Settings go with a name, as in "overlap/b=8/groups=2" or "loop/passes=3" (`selfspec.plan.named`).
             block_size: tokens verified per round in a chain; by default the adapter's.
             tree_nodes: nodes of a tree beside its root, by default 31.
             lengths: a rule that says how many drafts of a chain are verified: "product", "libraspec", "scan" (measures
@@ -342,7 +344,7 @@ class SelfSpecModel:
         if tree_nodes is not None and "tree" not in mode:
             raise ValueError(f"tree_nodes={tree_nodes}: mode={mode!r} builds no tree of a given size")
         if mode != "auto":
-            return self.pruned(self.plan(mode, block_size, tree_nodes), lengths)
+            return self.pruned(self.plan(mode, block_size, tree_nodes), read(mode).lengths or lengths)
         for name, given in (("block_size", block_size), ("lengths", lengths)):
             if given is not None:
                 raise ValueError(f"{name}={given}: with mode='auto' the planner chooses it")
@@ -363,18 +365,22 @@ class SelfSpecModel:
             self._prunings[lengths] = pruning_for(self.bodies, lengths, slots)
         return self._prunings[lengths].policy(plan, self.bodies[plan.adapter].path)
 
-    def plan(self, mode: str, block_size: int | None = None, tree_nodes: int | None = None, adapter: int = 0) -> Plan:
-        """The fixed plan that these choices stand for; `adapter` counts those that are loaded.
+    def plan(self, mode: str, block_size: int | None = None, tree_nodes: int | None = None) -> Plan:
+        """The fixed plan that these choices stand for. What a mode's own settings say (`selfspec.plan.named`) goes
+        before what is said of all modes.
 
         Raises:
-            ValueError: a plan that drafts, and no adapter.
+            ValueError: a plan that drafts, and no adapter, or settings that make no sense.
         """
-        if not 0 <= adapter < len(self.bodies):
+        named = read(mode)
+        adapter = named.adapter or 0
+        if adapter >= len(self.bodies):
             raise ValueError(f"adapter={adapter}: {len(self.bodies)} are loaded, counted from 0")
         path = getattr(self.bodies[adapter].path, "config", None)
         if block_size is None:
-            block_size = LOOKUP_BLOCK if path is None or mode == "lookup" else path.block_size
-        plan = Plan(mode, block_size, NODES if tree_nodes is None else tree_nodes, adapter=adapter)
+            block_size = LOOKUP_BLOCK if path is None or named.mode == "lookup" else path.block_size
+        sizes = {"block_size": block_size, "tree_nodes": NODES if tree_nodes is None else tree_nodes}
+        plan = Plan(named.mode, adapter=adapter, **{**sizes, **named.given})
         plan.require(path)
         return plan
 

@@ -17,6 +17,7 @@ import typer
 
 from selfspec import prompts
 from selfspec.plan import NODES
+from selfspec.plan.named import read
 from selfspec.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ Mode = Annotated[
     str | None,
     typer.Option(
         help="ar, lookup, sequential, loop, tree, overlap, several as in overlap+tree, or auto; by default auto, but "
-        "sequential where --block-size or --lengths is given, tree with --tree-nodes, lookup without adapter."
+        "sequential where --block-size or --lengths is given, tree with --tree-nodes, lookup without adapter. Settings "
+        "go with a name: b=, nodes=, rule=, groups=, verify=, passes=, prefix=, lengths=, as in overlap/b=8/groups=2."
     ),
 ]
 Modes = Annotated[
@@ -299,7 +301,7 @@ def sizes_of(model: SelfSpecModel, mode: str, options: Chosen) -> dict[str, Any]
         return {}
     chain = model.plan(mode, options.block_size, options.tree_nodes).chain
     found = {"block_size": options.block_size, "tree_nodes": options.tree_nodes if "tree" in mode else None}
-    return {**found, "lengths": options.lengths if chain else None}
+    return {**found, "lengths": options.lengths if chain and read(mode).lengths is None else None}
 
 
 def require_fit(model: SelfSpecModel, sets: dict[str, list[Prompt]], cap: int) -> None:

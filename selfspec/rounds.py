@@ -19,6 +19,7 @@ from selfspec.decode import Frame
 from selfspec.draft import DraftTree, overlap
 from selfspec.draft.condition import Condition, Given, condition_of
 from selfspec.draft.lookup import lookup
+from selfspec.draft.loop import prefix_of
 from selfspec.draft.overlap import Groups
 from selfspec.forecast import Forecast, forecast
 from selfspec.plan import CORRECTIONS, Plan
@@ -160,8 +161,9 @@ class Rounds:
         body, told = self.bodies[plan.adapter], Forecast()
         if redraft:
             draft = partial(decode.draft, body, self.cache, slots, frame, size, self.config(body))
-            passes = plan.passes if plan.loop else 1
-            drafted = run(("draft", plan.adapter, frame, size, passes), partial(draft, passes))
+            how = (plan.passes, plan.prefix) if plan.loop else (1, None)
+            prefix = prefix_of(plan.prefix) if plan.loop else None
+            drafted = run(("draft", plan.adapter, frame, size, *how), partial(draft, how[0], prefix))
             if self._foretells(plan):
                 told = forecast(body.path, drafted.states)
         else:

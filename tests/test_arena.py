@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from selfspec import SelfSpecModel
-from selfspec.arena import AUTO, Arena, Run, contest, plan_of, verdict
+from selfspec.arena import AUTO, Arena, Run, contest, verdict
 from selfspec.explain import Watched
 from selfspec.joining import Door
 from selfspec.plan import Plan
@@ -40,12 +40,12 @@ def table(plain=1.0, row=0.1):
 
 
 def test_names_are_plans(model):
-    assert plan_of(model, "tree/nodes=32/b=4") == Plan("tree", 4, 32)
-    assert plan_of(model, "overlap/b=2/groups=1@1") == Plan("overlap", 2, groups=1, adapter=1)
-    assert plan_of(model, "ar").nodes == 1
+    assert model.plan("tree/nodes=32/b=4") == Plan("tree", 4, 32)
+    assert model.plan("overlap/b=2/groups=1@1") == Plan("overlap", 2, groups=1, adapter=1)
+    assert model.plan("ar").nodes == 1
     for name in ("tree/nodes", "tree/leaves=3", "sequential/b=x", "sequential@7", "sequential/b=64", "loop"):
         with pytest.raises(ValueError):
-            plan_of(model, name)
+            model.plan(name)
 
 
 def test_entrants_decode_the_same_texts_and_leave_a_record(model):

@@ -7,7 +7,6 @@ from decoding import B
 from test_replay import Replayed
 from tiny import RAGGED, VOCAB, OraclePath, model_of, path_of, reference, run
 
-from selfspec.arena import plan_of
 from selfspec.backbone import Backbone
 from selfspec.model import SelfSpecModel
 from selfspec.plan import BRANCHES, CORRECTIONS, Plan, menu
@@ -123,9 +122,9 @@ def test_which_plans_branch():
     paths = [path_of(model_of(), layouts=("known", "hidden"), block_size=b).config for b in (4, 16)]
     assert [(p.block_size, p.adapter) for p in menu(paths) if p.branches] == [(4, 0), (16, 1)]
     decoder = SelfSpecModel(model_of(), path_of(model_of(), block_size=4))
-    assert plan_of(decoder, "overlap/b=3/groups=branches") == Plan("overlap", 3, groups=BRANCHES)
+    assert decoder.plan("overlap/b=3/groups=branches") == Plan("overlap", 3, groups=BRANCHES)
     with pytest.raises(ValueError, match="NUMBER"):
-        plan_of(decoder, "overlap/b=branches")
+        decoder.plan("overlap/b=branches")
 
 
 def test_their_chance_is_expected_and_then_learnt():

@@ -40,10 +40,10 @@ def test_the_second_pass_drafts_the_suffix_given_the_prefix(shift):
 @torch.no_grad()
 def test_a_prefix_token_does_not_depend_on_where_it_stands_in_the_batch():
     body, cache, state = prepared()
-    both = loop.propose(body, cache, state.anchor, state.start, B, body.path.config, prefix=loop.fixed(2))
+    both = loop.propose(body, cache, state.anchor, state.start, B, body.path.config, prefix=loop.Fixed(2))
     alone = body.new_cache(1, 60, 20)
     one = committed(body, alone, [PROMPT[:4]])
-    got = loop.propose(body, alone, one.anchor, one.start, B, body.path.config, prefix=loop.fixed(2))
+    got = loop.propose(body, alone, one.anchor, one.start, B, body.path.config, prefix=loop.Fixed(2))
     torch.testing.assert_close(got.logits[0], both.logits[1], rtol=0, atol=1e-9)
 
 
@@ -72,7 +72,7 @@ def test_drawn_prefixes_stay_as_they_were_drawn():
         return seen[-1]
 
     got = loop.propose(
-        body, cache, state.anchor, state.start, B, body.path.config, passes=3, prefix=loop.fixed(2), choose=choose
+        body, cache, state.anchor, state.start, B, body.path.config, passes=3, prefix=loop.Fixed(2), choose=choose
     )
     assert all(torch.equal(tokens[:, :2], seen[0][:, :2]) for tokens in seen)
     assert torch.equal(got.tokens, seen[-1]) and not torch.equal(seen[0], seen[-1])
@@ -84,7 +84,7 @@ def test_looped_drafts_leave_the_text_as_it_is():
     anchor, start = state
     emitted = [[t] for t in anchor.tolist()]
     while min(map(len, emitted)) < 16:
-        got = loop.propose(body, cache, anchor, start, B, body.path.config, prefix=loop.expected())
+        got = loop.propose(body, cache, anchor, start, B, body.path.config, prefix=loop.Expected())
         tree = chain_of(anchor, got.logits)
         assert torch.equal(tree.tokens[:, 1:], got.tokens)
         accepted = greedy(tree, body.logits(body(rows.chain(start, B), cache, tree.tokens).clean))
@@ -114,6 +114,6 @@ def test_a_caller_that_fixes_the_keys_gets_the_same_draft():
     """As a graph does; the known tokens once went in the place of that number."""
     body, cache, state = prepared()
     where = (body, cache, state.anchor, state.start, B, body.path.config)
-    free, held = (loop.propose(*where, n_keys=k, prefix=loop.fixed(2)) for k in (None, 40))
+    free, held = (loop.propose(*where, n_keys=k, prefix=loop.Fixed(2)) for k in (None, 40))
     torch.testing.assert_close(held.logits, free.logits, rtol=0, atol=1e-9)
     assert held.prefix.tolist() == [2, 2]

@@ -26,11 +26,11 @@ def test_each_drafts_with_its_own_and_none_changes_the_text():
     for adapter in (0, 1):
         for mode in ("sequential", "tree"):
             requests = [Request(p, N) for p in RAGGED]
-            list(spec.run(requests, spec.plan(mode, adapter=adapter)))
+            list(spec.run(requests, spec.plan(f"{mode}@{adapter}")))
             assert [r.output for r in requests] == truth
         costs.append(requests[0].stats.drafts / requests[0].stats.rounds)
     assert costs[0] > costs[1] > 0  # the late one enters in the middle
-    assert spec.plan("sequential", adapter=1).block_size == 4
+    assert spec.plan("sequential@1").block_size == 4
 
 
 class Turns(Fixed):
@@ -74,7 +74,7 @@ def test_the_models_weights_are_packed_once():
 def test_what_cannot_be_is_said():
     spec = decoder()
     with pytest.raises(ValueError, match="2 are loaded"):
-        spec.plan("sequential", adapter=2)
+        spec.plan("sequential@2")
     with pytest.raises(ValueError, match="2 are loaded"):
         Session(spec.bodies, Plan("sequential", 4, adapter=2), 1, 30)
     with pytest.raises(ValueError, match="by itself"):

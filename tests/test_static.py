@@ -91,7 +91,7 @@ PATHS = {
     "ends": lambda: keep(ends(given(), survival(given(), meta(N, M))), 4),
     "branches": lambda: branches(given(False), corrections(given(False), meta(N, M - 1, V)), 2),
     "find": lambda: find(hidden(long(N, 4)), long(N), long(N)),
-    "prefixes": lambda: [make(1)(meta(N, T)) for make in PREFIXES.values()],
+    "prefixes": lambda: [make()(meta(N, T)) for make in PREFIXES.values()],
     "pruning": lambda: [pruned(rule) for rule in ("scan", "product", "adaflash", "libraspec:by=certainty")],
     "lengths": lambda: [f(meta(N, T)) for f in (Fixed(2), Product(), LibraSpec(), Scan(meta(T + 1)), AdaFlash())],
     "margins": learnt,

@@ -23,27 +23,53 @@ from selfspec.backbone import MASK, Backbone
 from selfspec.cache import KVCache
 from selfspec.draft.block import guesses
 from selfspec.draft.block import states as one_pass
+from selfspec.plan.lengths.named import read
 
 Prefix = Callable[[Tensor], Tensor]
 """Confidences [N, T] -> [N] long, tokens that the next pass takes as known."""
 
 
-def fixed(s: int) -> Prefix:
+@dataclass(frozen=True)
+class Fixed:
     """Always the first s."""
-    return lambda confidence: torch.full_like(confidence[:, 0], s, dtype=torch.long).clamp(max=confidence.shape[1])
+
+    s: int = 4
+
+    def __call__(self, confidence: Tensor) -> Tensor:
+        return torch.full_like(confidence[:, 0], self.s, dtype=torch.long).clamp(max=confidence.shape[1])
 
 
-def product(threshold: float = 0.6) -> Prefix:
+@dataclass(frozen=True)
+class Product:
     """As many as are all right with that probability: the running product of confidences stays at or above it."""
-    return lambda confidence: (confidence.cumprod(1) >= threshold).sum(1)
+
+    threshold: float = 0.6
+
+    def __call__(self, confidence: Tensor) -> Tensor:
+        return (confidence.cumprod(1) >= self.threshold).sum(1)
 
 
-def expected(factor: float = 1.0) -> Prefix:
+@dataclass(frozen=True)
+class Expected:
     """A share of the number expected to be accepted, floor(factor * sum of running products)."""
-    return lambda confidence: (factor * confidence.cumprod(1).sum(1)).long().clamp(max=confidence.shape[1])
+
+    factor: float = 1.0
+
+    def __call__(self, confidence: Tensor) -> Tensor:
+        return (self.factor * confidence.cumprod(1).sum(1)).long().clamp(max=confidence.shape[1])
 
 
-PREFIXES: dict[str, Callable[..., Prefix]] = {"fixed": fixed, "product": product, "expected": expected}
+PREFIXES: dict[str, type] = {"product": Product, "expected": Expected, "fixed": Fixed}
+
+
+def prefix_of(text: str) -> Prefix:
+    """The rule that a text names, as in "fixed:s=2" or "product:threshold=0.8".
+
+    Raises:
+        ValueError: there is no such rule, or no such setting.
+    """
+    named = read(text, PREFIXES, "prefix")
+    return PREFIXES[named.name](**named.settings)
 
 
 @dataclass(frozen=True)
@@ -103,7 +129,7 @@ def propose(
         features: [N, F] of the last committed position, for a path that wants them.
         n_keys: K of `KVCache.bind`, where the caller fixes it.
         passes: draft forwards, 1 or more.
-        prefix: how many tokens the next pass takes as known; `product()` by default. A later pass never takes fewer.
+        prefix: how many tokens the next pass takes as known; `Product()` by default. A later pass never takes fewer.
         choose: tokens [N, T] of logits [N, T, V], the same for the same logits (noise fixed by round and depth where
             they are drawn); the most probable ones by default.
         confidence: [N, T] of logits, from marginals alone; the largest probability by default.
@@ -114,7 +140,7 @@ def propose(
     require(path)
     if passes < 1:
         raise ValueError(f"passes={passes}: expected 1 or more")
-    prefix, choose, confidence = prefix or product(), choose or tops.best, confidence or tops.certainty
+    prefix, choose, confidence = prefix or Product(), choose or tops.best, confidence or tops.certainty
     states = one_pass(backbone, cache, anchor, start, size, path, features, n_keys)
     logits = guesses(backbone, states, path)
     s, tokens = torch.zeros_like(anchor), choose(logits)

@@ -14,6 +14,7 @@ NODES = 31  # of a tree, where nobody says: two such tiles
 CUTS = (4, 8)  # verify lengths of whole blocks: an adapter may draft worse in blocks that it was not trained for
 GROUPS = (1, 2, 4, None)
 BRANCHES, CORRECTIONS = "branches", 2  # as groups: RecGuide's, so many corrections and a continuation
+RULES = ("ddtree", "caddtree", "bastion", "taps", "opt-tree")
 MOST_TREE_NODES = 1024  # masks grow with the square, and no tree this wide was ever worth its rows
 
 
@@ -29,6 +30,9 @@ class Plan:
             where each of the first risky drafts is wrong and its second candidate right, and one after the last.
         verify_length: nodes of a chain that are verified, the anchor included; None verifies the whole block.
         passes: loop only, draft passes a round.
+        rule: trees only, how they are grown and where they end, of `RULES` (`selfspec.draft.trees`).
+        prefix: loops only, how many tokens a later pass takes as known: "product", "expected" or "fixed", settings as
+            in "product:threshold=0.6" (`selfspec.draft.loop`).
         adapter: index among the adapters that are loaded; each has an entry layer of its own.
     """
 
@@ -39,6 +43,8 @@ class Plan:
     verify_length: int | None = None
     passes: int = 2
     adapter: int = 0
+    rule: str = RULES[0]
+    prefix: str = "product"
 
     def __post_init__(self) -> None:
         parts = self.mode.split("+")
@@ -55,6 +61,10 @@ class Plan:
             raise ValueError(f"groups={self.groups}: expected 1 or more, and mode='overlap'")
         if self.verify_length is not None and not ("tree" not in parts and 1 <= self.verify_length <= self.block_size):
             raise ValueError(f"verify_length={self.verify_length}: expected 1..block_size={self.block_size}, no tree")
+        if self.rule not in RULES or (self.rule != RULES[0] and "tree" not in parts):
+            raise ValueError(f"rule={self.rule!r}: expected {', '.join(RULES)}, and a mode with trees")
+        if self.prefix != "product" and "loop" not in parts:
+            raise ValueError(f"prefix={self.prefix!r}: mode={self.mode!r} has no second pass; choose a loop")
         if self.passes < 2 or self.adapter < 0:
             raise ValueError(f"passes={self.passes} must be at least 2 and adapter={self.adapter} at least 0")
 
@@ -123,8 +133,10 @@ class Plan:
             return "ar"
         words = [self.mode, f"B={self.block_size}"]
         words += [f"nodes={self.tree_nodes}"] if self.tree else []
+        words += [f"rule={self.rule}"] if self.rule != RULES[0] else []
         words += [f"groups={self.groups or 'all'}"] if self.overlap else []
         words += [f"passes={self.passes}"] if self.loop and self.passes != 2 else []
+        words += [f"prefix={self.prefix}"] if self.prefix != "product" else []
         words += [f"verify={self.verify_length}"] if self.verify_length else []
         words += [f"adapter={self.adapter}"] if self.adapter else []
         return " ".join(words)

@@ -26,32 +26,34 @@ class Named:
     by: str | None = None
 
 
-def read(text: str, rules: dict[str, type]) -> Named:
+def read(text: str, rules: dict[str, type], what: str = "lengths") -> Named:
     """What a text asks for: a name, then settings, with colons between them.
 
     Args:
         text: such as "product:threshold=0.1:by=margin".
         rules: by name.
+        what: they are for; only lengths come from confidences of several sources.
 
     Raises:
         ValueError: an unknown name or setting, or a value of another kind; the message says what there is.
     """
     name, *given = text.split(":")
     if name not in rules:
-        raise ValueError(f"lengths={text!r}: expected {', '.join(rules)}, with settings as in product:threshold=0.1")
+        raise ValueError(f"{what}={text!r}: expected {', '.join(rules)}, with settings as in product:threshold=0.1")
     known = {f.name: f for f in fields(rules[name]) if f.type in KINDS}
     settings: dict[str, Any] = {}
     for word in given:
         key, _, value = word.partition("=")
         try:
-            settings[key] = value if key == "by" else KINDS[str(known[key].type)](value)
+            settings[key] = value if key == "by" and what == "lengths" else KINDS[str(known[key].type)](value)
         except (KeyError, ValueError):
-            kinds = [f"{f.name}={f.type}" for f in known.values()] + [f"by={'|'.join(SOURCES)}"]
-            raise ValueError(f"lengths={text!r}: {word!r} is no setting of {name}; it has {', '.join(kinds)}") from None
+            kinds = [f"{f.name}={f.type}" for f in known.values()]
+            kinds += [f"by={'|'.join(SOURCES)}"] if what == "lengths" else []
+            raise ValueError(f"{what}={text!r}: {word!r} is no setting of {name}; it has {', '.join(kinds)}") from None
     by = settings.pop("by", None)
     if by is not None and (by not in SOURCES or name == "adaflash"):
         raise ValueError(f"lengths={text!r}: by={by} is none of {', '.join(SOURCES)}, or the rule reads a head anyway")
     missing = [n for n, f in known.items() if f.default is MISSING and n not in settings]
     if missing:
-        raise ValueError(f"lengths={text!r}: {name} needs {', '.join(f'{n}=' for n in missing)}")
+        raise ValueError(f"{what}={text!r}: {name} needs {', '.join(f'{n}=' for n in missing)}")
     return Named(name, settings, by)
