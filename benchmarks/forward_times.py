@@ -68,6 +68,7 @@ def main() -> None:
     if args.json:
         head = {
             "model": name,
+            "n_layers": backbones[0].n_layers,
             "backend": args.backend,
             "compile": args.compile,
             "fused": args.fused,

@@ -15,13 +15,20 @@ import torch
 import yaml
 from test_training_trainer import answered, tiny
 
-from selfspec.training import jobs, sweep
+from selfspec.adapters import MaskPathConfig
+from selfspec.plan import Plan
+from selfspec.shapes import SHAPES
+from selfspec.training import forwards, jobs, sweep
 from selfspec.training.config import TrainConfig
+from selfspec.training.forwards import Forwards
 from selfspec.training.trainer import Trainer
 
-FORWARDS = {"points": [
+SHIPPED = Path(sweep.__file__).parent / "recipes" / "ablation.yaml"
+KEPT = Path(__file__).parents[1] / "benchmarks" / "training_sweep_h200.json"
+
+FORWARDS = {"n_layers": 2, "points": [
     {"kind": kind, "requests": 1, "rows": rows, "entry": entry, "graph": True, "ms": ms}
-    for kind, rows, entry, ms in (("clean", 1, 0, 1.0), ("clean", 5, 0, 2.0),
+    for kind, rows, entry, ms in (("clean", 1, 0, 1.0), ("clean", 5, 0, 2.0), ("clean", 12, 0, 2.7),
                                   ("draft", 3, 0, 3.0), ("draft", 5, 0, 5.0),
                                   ("draft", 3, 2, 1.0), ("draft", 5, 2, 1.0))
 ]}  # fmt: skip
@@ -51,6 +58,19 @@ def files(tmp_path) -> Path:
     return tmp_path
 
 
+def hidden_price(entry: int, tau: float, acceptance: list[float | None], **rest) -> float:
+    """By `FORWARDS` for blocks of 4: one group or two beside the chain, as four are more rows than it knows."""
+    survival = [1.0]
+    for share in acceptance:
+        survival.append(survival[-1] * (share or 0.0))
+    ends = [survival[k] - (survival[k + 1] if k < 3 else 0.0) for k in range(4)]
+    prices = []
+    for groups, together in ((1, 2.3), (2, 2.7)):
+        ms = 1.75 * entry / 2 + together * (2 - entry) / 2
+        prices.append(ms / (1 + (tau - 1) / (2 - sum(sorted(ends)[-groups:]))))
+    return min(prices)
+
+
 def trained(ran: list[str], fail: str = "", stop: str = ""):
     def train(folder: Path, wanted: TrainConfig, gpu: str | None) -> str:
         ran.append(folder.name.rpartition("-")[0])
@@ -76,7 +96,9 @@ def test_rows_are_crossed_and_the_best_goes_on(files, capsys) -> None:
         assert r["anchors_s"] > 0 and r["mb"] > 0
         entry = r["fields"]["adapter.entry"]
         draft = {0: 4.0, 1: 2.5}[entry]  # four rows: between three and five, and so is the entry
-        assert r["ms_token"] == pytest.approx((draft + 1.75) / r["tau"], abs=1e-4) and r["ms_token_hidden"] is None
+        assert r["ms_token"] == pytest.approx((draft + 1.75) / r["tau"], abs=1e-4)
+        [found] = r["sets"].values()
+        assert r["ms_token_hidden"] == pytest.approx(hidden_price(entry, **found["hidden"]), abs=1e-4)
     best = min(rows[:4], key=lambda r: r["ms_token"])
     assert all(r["fields"].items() >= best["fields"].items() for r in rows[4:])
     shown = capsys.readouterr().out
@@ -132,14 +154,62 @@ def test_an_option_replaces_what_stood_inside_it() -> None:
 
 
 def test_the_shipped_sweep_is_valid() -> None:
-    file = Path(sweep.__file__).parent / "recipes" / "ablation.yaml"
-    data = yaml.safe_load(file.read_text())
+    data = yaml.safe_load(SHIPPED.read_text())
     shared = TrainConfig.load(None, start=sweep._nested(data["base"])).to_dict()
     rows = [row for stage in data["stages"] for row in sweep.rows_of(stage, {})]
     assert all(sweep.settings(shared, row, "out").path for row in rows)
-    table = sweep.Forwards.load(Path(__file__).parents[1] / data["latency"])
+    table = Forwards.load(KEPT.parents[1] / data["latency"])
     assert table.per_token(16, 0, 4.6) > table.per_token(16, 20, 3.9) > table.per_token(16, 22, 3.9) > 0
     assert table.ms("draft", 16, 15) == pytest.approx((table.ms("draft", 16, 10) + table.ms("draft", 16, 20)) / 2)
+
+
+def test_a_kept_group_is_worth_what_rounds_with_it_emit() -> None:
+    """Rounds played one after another: an end without a group leaves the next round its anchor alone."""
+    acceptance = [0.7, 0.5, None]
+    ends = [0.3, 0.35, 0.35, 0.0]
+    tau = sum(p * (k + 1) for k, p in enumerate(ends))
+    draws = torch.multinomial(torch.tensor(ends), 100_000, True, generator=torch.Generator().manual_seed(0)).tolist()
+    for groups, hung in ((1, {1}), (2, {1, 2}), (None, {0, 1, 2, 3})):
+        tokens, ready = 0, True
+        for end in draws:
+            tokens += end + 1 if ready else 1
+            ready = not ready or end in hung
+        assert 1 + (tau - 1) / (2 - forwards.kept(acceptance, groups)) == pytest.approx(tokens / len(draws), rel=0.01)
+
+
+def test_hidden_tokens_are_priced_by_the_groups_that_the_table_reaches() -> None:
+    """Only a group on every node was priced, which is more rows than the shipped table holds: no row had a price."""
+    draft = {0: {16: 1.0}}
+    sets = [(2.0, [0.5] * 15), (3.0, [0.8] * 15)]
+    for rows, groups in ((32, [1]), (48, [1, 2]), (79, [1, 2]), (80, [1, 2, 4]), (272, [1, 2, 4, None])):
+        times = Forwards({16: 1.0, rows: 1.0 + (rows - 16) / 1600}, draft, 30)
+        prices = []
+        for g in groups:
+            beside = 16 * (g or 16)
+            tokens = [1 + (tau - 1) / (2 - forwards.kept(acceptance, g)) for tau, acceptance in sets]
+            prices.append((1.0 + beside / 1600 * 20 / 30) / (sum(tokens) / 2))
+        assert times.per_overlapped(16, 10, sets) == pytest.approx(min(prices), abs=1e-4)
+    times = Forwards({16: 1.0, 31: 1.1}, draft, 30)
+    assert times.per_overlapped(16, 10, sets) is None
+    assert Forwards({16: 1.0, 32: 1.1}, draft).overlap(Plan("overlap", 16, groups=1), 10) == pytest.approx(1.1)
+
+
+def test_features_from_above_the_entry_layer_have_no_price_with_a_hidden_bonus() -> None:
+    times = Forwards({16: 1.0, 272: 1.5}, {0: {16: 1.0}, 10: {16: 0.7}}, 30)
+    result = {"tau": 3.0, "sets": {"valid": {"hidden": {"tau": 2.0, "acceptance": [0.5] * 15}}}}
+    for taps, able in (((7, 10), True), ((7, 14), False)):
+        path = MaskPathConfig(entry=10, block_size=16, taps=taps, layouts=("known", "hidden"))
+        priced = sweep.priced(result, path, times)
+        assert (priced["ms_token_hidden"] is not None) == able and priced["ms_token"] == pytest.approx(
+            1.7 / 3, abs=1e-4
+        )
+
+
+def test_every_kept_table_of_forward_times_says_its_layers() -> None:
+    for file in (KEPT.parent).glob("forward_times*.json"):
+        data = json.loads(file.read_text())
+        for part in data if isinstance(data, list) else [data]:
+            assert part["n_layers"] == SHAPES[part["model"].removeprefix("random:")].num_hidden_layers
 
 
 def test_a_sweep_file_that_is_not_there_is_named_in_words(tmp_path):

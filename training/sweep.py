@@ -39,7 +39,10 @@ from selfspec.training.config import TrainConfig, read_file
 from selfspec.training.forwards import Forwards
 from selfspec.training.jobs import Job, Row, finished, in_a_process, places, together
 
-COLUMNS = ("tau", "tau_t1", "tau_hidden", "tau_t1_hidden", "ms_token", "mb", "anchors_s", "mfu", "memory_gib", "steps")
+COLUMNS = (
+    "tau", "tau_t1", "tau_hidden", "tau_t1_hidden", "ms_token", "ms_token_hidden", "mb", "anchors_s", "mfu",
+    "memory_gib", "steps",
+)  # fmt: skip
 HERE = ("out", "device", "resume", "tensorboard", "turn")  # fields that say where a row is trained, and not what
 REFUSED = "refused"  # begins the key of a row that cannot be trained
 
@@ -245,16 +248,16 @@ def measured(folder: Path) -> Result:
     report = json.loads((folder / "report.json").read_text())
     log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     steps = [r for r in log if r["event"] == "step"]
-    sets = list(report["eval"].values()) or [report["valid"]]
+    sets = report["eval"] or {"valid": report["valid"]}
 
     def tau(layout: str, name: str) -> float | None:
-        found = [s[layout][name] for s in sets if layout in s]
+        found = [s[layout][name] for s in sets.values() if layout in s]
         return round(statistics.fmean(found), 4) if found else None
 
     out: Result = {"steps": report["step"]}
     for layout, suffix in (("known", ""), ("hidden", "_hidden")):
         out |= {f"{name}{suffix}": tau(layout, name) for name in ("tau", "tau_t1")}
-    out["sets"] = report["eval"]
+    out["sets"] = sets
     out["mb"] = round(sum(f.stat().st_size for f in (folder / "adapter").iterdir()) / 1e6, 2)
     for name in ("anchors_s", "mfu", "memory_gib"):
         found = [r[name] for r in steps if name in r]
@@ -263,16 +266,19 @@ def measured(folder: Path) -> Result:
 
 
 def priced(result: Result, path: MaskPathConfig, table: Forwards | None) -> Result:
-    """What a token of a row costs by measured forward times; nothing without them."""
+    """What a token of a row costs by measured forward times; nothing without them.
+
+    Bonus known, a round drafts and then verifies; bonus hidden, it verifies with groups beside it, which features from
+    above the entry layer rule out.
+    """
     if table is None:
         return {}
-    block, hidden = path.block_size, result["tau_hidden"]
-    # bonus hidden: one forward of the chain and a group for each of its outcomes; all rows at full depth, at most
-    verify = table.ms("clean", block + block * block)
-    overlaps = verify and hidden and all(tap <= path.entry for tap in path.taps)  # others cannot ride along
+    overlaps = all(tap <= path.entry for tap in path.taps)
+    found = [s["hidden"] for s in result["sets"].values() if "hidden" in s] if overlaps else []
+    hidden = [(s["tau"], s["acceptance"]) for s in found]
     return {
-        "ms_token": table.per_token(block, path.entry, result["tau"]),
-        "ms_token_hidden": round(verify / hidden, 4) if overlaps else None,
+        "ms_token": table.per_token(path.block_size, path.entry, result["tau"]),
+        "ms_token_hidden": table.per_overlapped(path.block_size, path.entry, hidden),
     }
 
 
