@@ -13,7 +13,15 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 # name -> (package that carries the file, file, how to install it)
 EMBEDDED = {
@@ -76,14 +84,34 @@ def load_model(
     except OSError as error:
         if os.path.isdir(source):
             raise
-        known = ", ".join(EMBEDDED)
-        raise FileNotFoundError(
-            f"{source!r} is no local folder, no .gguf file, none of the embedded models ({known}), "
-            f"and the hub gave no model of that name: {error}"
-        ) from error
+        raise _nowhere(source, error) from error
     if place is not None:
         model.to(place)  # type: ignore[arg-type]  # the decorator on `to` hides its self
     return model.eval()
+
+
+def load_config(name: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The model's configuration without its weights; names as in `load`.
+
+    Raises:
+        FileNotFoundError: if nothing is known under that name.
+        ModuleNotFoundError: if the package that reads or carries the file isn't installed.
+    """
+    source = _source(name)
+    try:
+        return AutoConfig.from_pretrained(source)
+    except OSError as error:
+        if os.path.isdir(source):
+            raise
+        raise _nowhere(source, error) from error
+
+
+def _nowhere(source: str, error: OSError) -> FileNotFoundError:
+    known = ", ".join(EMBEDDED)
+    return FileNotFoundError(
+        f"{source!r} is no local folder, no .gguf file, none of the embedded models ({known}), "
+        f"and the hub gave no model of that name: {error}"
+    )
 
 
 def _device(device: torch.device | str) -> torch.device:

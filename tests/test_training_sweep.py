@@ -14,7 +14,9 @@ import tiny_chat
 import torch
 import yaml
 from test_training_trainer import answered, tiny
+from transformers import LlamaConfig
 
+from selfspec import hub
 from selfspec.adapters import MaskPathConfig
 from selfspec.plan import Plan
 from selfspec.shapes import SHAPES
@@ -158,9 +160,15 @@ def test_the_shipped_sweep_is_valid() -> None:
     shared = TrainConfig.load(None, start=sweep._nested(data["base"])).to_dict()
     rows = [row for stage in data["stages"] for row in sweep.rows_of(stage, {})]
     assert all(sweep.settings(shared, row, "out").path for row in rows)
-    table = Forwards.load(KEPT.parents[1] / data["latency"])
+    table = Forwards.load(SHIPPED.parent / data["latency"])
     assert table.per_token(16, 0, 4.6) > table.per_token(16, 20, 3.9) > table.per_token(16, 22, 3.9) > 0
     assert table.ms("draft", 16, 15) == pytest.approx((table.ms("draft", 16, 10) + table.ms("draft", 16, 20)) / 2)
+
+
+@pytest.fixture
+def layers_30(monkeypatch) -> None:
+    """Every model has as many layers as SmolLM2-135M."""
+    monkeypatch.setattr(hub, "load_config", lambda name: LlamaConfig(num_hidden_layers=30))
 
 
 def test_a_kept_group_is_worth_what_rounds_with_it_emit() -> None:
@@ -203,6 +211,34 @@ def test_features_from_above_the_entry_layer_have_no_price_with_a_hidden_bonus()
         assert (priced["ms_token_hidden"] is not None) == able and priced["ms_token"] == pytest.approx(
             1.7 / 3, abs=1e-4
         )
+
+
+def test_forward_times_are_found_beside_the_sweep_or_from_the_working_directory(
+    tmp_path, monkeypatch, layers_30
+) -> None:
+    """A sweep's own folder was never looked into: it ran in the folder above its tables alone."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    file, sheet = tmp_path / "recipes" / "sweep.yaml", FORWARDS | {"n_layers": 30}
+    with pytest.raises(ValueError, match=r"latency names times\.json, which is neither in .*recipes nor in .*here"):
+        forwards.find("times.json", file, "m")
+    Path("times.json").write_text(json.dumps(sheet))
+    assert forwards.find("times.json", file, "m").clean[5] == 2.0
+    sheet = sheet | {"points": [p | {"ms": 9.0} for p in sheet["points"]]}
+    (tmp_path / "recipes" / "times.json").write_text(json.dumps(sheet))
+    assert forwards.find("times.json", file, "m").clean[5] == 9.0
+
+
+def test_forward_times_of_a_model_of_another_depth_are_refused(files) -> None:
+    """They priced its rows, entry layers and all, as if they were its own."""
+    (files / "forwards.json").write_text(json.dumps(FORWARDS | {"n_layers": 3}))
+    result = tiny_chat.run("train", "--sweep", files / "sweep.yaml")
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 2 and "was measured for 3 layers, and" in said and "has 2" in said
+    assert not (files / "out").exists()
+    (files / "forwards.json").write_text(json.dumps({"points": FORWARDS["points"]}))  # written before it was kept
+    assert forwards.find("forwards.json", files / "sweep.yaml", "nowhere").n_layers is None
 
 
 def test_every_kept_table_of_forward_times_says_its_layers() -> None:

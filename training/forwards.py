@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
 
+from selfspec import hub
 from selfspec.plan import GROUPS, Plan
 
 
@@ -98,6 +99,31 @@ class Forwards:
                 tokens = [1 + (tau - 1) / (2 - kept(acceptance, plan.kept)) for tau, acceptance in sets]
                 prices.append(ms / statistics.fmean(tokens))
         return round(min(prices), 4) if prices else None
+
+
+def find(name: str, file: Path, model: str) -> Forwards:
+    """The forward times that a sweep names.
+
+    Args:
+        name: a path from the sweep's folder or, if there is none, from the working directory.
+        file: the sweep.
+        model: that the sweep trains for.
+
+    Raises:
+        ValueError: there is no such file, or its times are those of a model of another depth.
+    """
+    found = next((path for path in (file.parent / name, Path(name)) if path.is_file()), None)
+    if found is None:
+        raise ValueError(f"{file}: latency names {name}, which is neither in {file.parent} nor in {Path.cwd()}")
+    times = Forwards.load(found)
+    if times.n_layers:
+        layers = getattr(hub.load_config(model).get_text_config(decoder=True), "num_hidden_layers", None)
+        if layers != times.n_layers:
+            raise ValueError(
+                f"{file}: {found} was measured for {times.n_layers} layers, and {model} has {layers}; measure its own "
+                f"with benchmarks/forward_times.py --model {model} --json FILE and name that, or leave latency out"
+            )
+    return times
 
 
 def kept(acceptance: Sequence[float | None], groups: int | None) -> float:

@@ -36,7 +36,7 @@ from typing import Any
 from selfspec.adapters import MaskPathConfig
 from selfspec.terminal import say, show_table
 from selfspec.training.config import TrainConfig, read_file
-from selfspec.training.forwards import Forwards
+from selfspec.training.forwards import Forwards, find
 from selfspec.training.jobs import Job, Row, finished, in_a_process, places, together
 
 COLUMNS = (
@@ -97,7 +97,8 @@ def run(
     names = [stage["name"] for stage in sweep["stages"]]
     if unknown := sorted(set(only) - set(names)):
         raise ValueError(f"{file} has no stage {', '.join(unknown)}; it has {', '.join(names)}")
-    book = Book(shared, Forwards.load(sweep["latency"]) if sweep.get("latency") else None)
+    latency = sweep.get("latency")
+    book = Book(shared, find(latency, file, shared["model"]) if latency else None)
     where = places(shared["device"], jobs)
     if ahead and (shared["fit"] or len(set(where)) < len(where)):
         raise ValueError(
