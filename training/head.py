@@ -1,7 +1,9 @@
-"""What objectives need of the vocabulary, without keeping a graph over it: label log-probabilities and divergences.
+"""What objectives need of the vocabulary, without a graph of operations over it: label log-probabilities, divergences.
 
-Logits live in the model's own precision, one chunk of rows at a time; the softmax is in float32 (float64 for a float64
-model), and the gradient of a chunk's logits is written down in closed form.
+Logits are in the model's own precision and made one chunk of rows at a time; the softmax is in float32 (float64 for a
+float64 model). For label log-probabilities every chunk's logits are kept for the backward pass, where their gradient is
+written down in closed form: that takes rows x vocabulary of memory and saves a second product with the head. Where the
+head is no plain linear layer, and for divergences, a chunk's logits are forgotten and made again.
 """
 
 from __future__ import annotations
