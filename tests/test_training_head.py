@@ -38,6 +38,26 @@ def test_label_log_probabilities_and_their_gradient(head: Head) -> None:
         head.plain = plain
 
 
+def test_a_librarys_fused_loss_is_the_same(head: Head) -> None:
+    """Each row with a weight of its own, as the objectives have it; in float32, which its kernels are for."""
+    pytest.importorskip("liger_kernel")
+    pytest.importorskip("triton")
+    plain, hidden, labels = head.plain, torch.randn(7, 8), torch.randint(V, (7,))
+    labels[:3] = head.argmax(hidden[:3].double())
+    weights, got = torch.rand(7), {}
+    try:
+        for head.forget in (False, True):
+            own = hidden.clone().requires_grad_(True)
+            head.plain = plain[0].float(), torch.linspace(-1, 1, V)
+            logp, hits = head.logp(own, labels)
+            (logp * weights).sum().backward()
+            got[head.forget] = logp.detach(), hits, own.grad
+    finally:
+        head.plain, head.forget = plain, False
+    for mine, theirs in zip(got[False], got[True], strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_divergence_from_the_verifier(head: Head) -> None:
     hidden = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(7, 8, dtype=torch.float64)

@@ -15,6 +15,7 @@ import torch
 
 from selfspec.adapters import io
 from selfspec.adapters.config import CONDITIONERS, MaskPathConfig
+from selfspec.training import fused
 from selfspec.training.objectives import Mix, dbloom, term_of
 
 
@@ -77,6 +78,8 @@ class TrainConfig:
         save_every: minutes between checkpoints.
         resume: go on from the checkpoint in `out` if there is one.
         tensorboard: write TensorBoard's events beside the log; None does so where it is installed.
+        logits: "keep" those of labels for the backward pass, or "forget" them and make them again, by liger-kernel on
+            CUDA: slower, in less memory, and not in a graph.
         profile: steps to run under torch's profiler first; the table is written to `profile.txt`.
         turn: a lock file of runs that share a GPU: one of them trains at a time, while others load, compile and
             evaluate; empty waits for nobody.
@@ -128,6 +131,7 @@ class TrainConfig:
     save_every: float = 4.0
     resume: bool = False
     tensorboard: bool | None = None
+    logits: str = "keep"
     profile: int = 0
     turn: str = ""
 
@@ -141,6 +145,8 @@ class TrainConfig:
             raise ValueError(
                 "attention=flash counts the documents of every step, which graph=true cannot: leave one out"
             )
+        if self.logits not in ("keep", "forget") or (self.logits == "forget" and self.graph):
+            raise ValueError(f"logits={self.logits!r}: expected keep or forget, the latter without graph=true")
         mix.require(path.heads, _settings_of(self.init).get("heads", ()) if self.init else ())
         first = dbloom.block(0.0, self.growth, path.block_size)
         if first < 3 and (path.seed_row or path.prefix_splits):
@@ -179,6 +185,10 @@ class TrainConfig:
             ValueError: options that ask for a device or for compiled layers which are not there.
         """
         name = "sdpa" if self.attention == "auto" and not cuda else self.attention
+        if self.logits == "forget" and not cuda:
+            raise ValueError("logits=forget runs kernels of CUDA, and the device is none: leave it out")
+        if self.logits == "forget":
+            fused.require()
         if self.graph and not cuda:
             raise ValueError("graph=true captures a CUDA graph, and the device is none: leave it out")
         if self.flex and not (compiled and name in ("auto", "flex", "flash", "grouped")):

@@ -2,8 +2,9 @@
 
 Logits are in the model's own precision and made one chunk of rows at a time; the softmax is in float32 (float64 for a
 float64 model). For label log-probabilities every chunk's logits are kept for the backward pass, where their gradient is
-written down in closed form: that takes rows x vocabulary of memory and saves a second product with the head. Where the
-head is no plain linear layer, and for divergences, a chunk's logits are forgotten and made again.
+written down in closed form: that takes rows x vocabulary of memory and saves a second product with the head
+(`selfspec.training.fused` does it the other way round). Where the head is no plain linear layer, and for divergences, a
+chunk's logits are forgotten and made again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from selfspec.backbone import Backbone
+from selfspec.training import fused
 
 CHUNK = 8192  # rows
 
@@ -28,10 +30,11 @@ class Head:
         backbone: whose head it is.
         compiled: fuse the softmax with torch.compile.
         chunk: rows at a time.
+        forget: keep no logits for the backward pass where the head is a plain linear layer (`training.fused`).
     """
 
-    def __init__(self, backbone: Backbone, compiled: bool = False, chunk: int = CHUNK):
-        self.backbone, self.compiled, self.chunk = backbone, compiled, chunk
+    def __init__(self, backbone: Backbone, compiled: bool = False, chunk: int = CHUNK, forget: bool = False):
+        self.backbone, self.compiled, self.chunk, self.forget = backbone, compiled, chunk, forget
         self.plain = _plain_linear(backbone)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -46,6 +49,8 @@ class Head:
             labels: [M] long, not negative.
         """
         chunk = self._even(len(hidden))
+        if self.plain is not None and self.forget:
+            return fused.label_logp(hidden, *self.plain, labels)
         if self.plain is not None:
             return _LabelLogp.apply(hidden, *self.plain, labels, chunk, self.compiled)
         parts = []

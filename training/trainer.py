@@ -104,7 +104,7 @@ class Trainer:
             compile_layers(self.backbone, config.flex or None, mode=config.compile_mode)
         if self.world.sharded:
             shard(self.backbone, self.path, model, self.world)
-        self.head = Head(self.backbone, compiled)
+        self.head = Head(self.backbone, compiled, forget=config.logits == "forget")
         self.optimizer = optimizer_of(self.path, config, fused=cuda)
         self.params = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.ema = [p.detach().clone() for p in self.params] if config.ema else []
