@@ -4,26 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-
-def overlap(target: Tensor, draft: Tensor) -> Tensor:
-    """Probability that a token drawn from the draft's distribution is accepted: sum_v min(p(v), q(v)).
-
-    That is speculative sampling's acceptance rate at T = 1 (arXiv 2211.17192, corollary 3.6), which rejection of a
-    chain reaches position by position.
-
-    Args:
-        target: [M, V] the verifier's logits.
-        draft: [M, V] the draft's, -inf where it never guesses.
-
-    Returns:
-        [M] float32 (float64 for a float64 model)
-    """
-    wide = torch.promote_types(target.dtype, torch.float32)
-    return torch.minimum(target.to(wide).softmax(-1), draft.to(wide).softmax(-1)).sum(-1)
-
 
 def expected_rounds(chances: Sequence[Sequence[float]], first: Sequence[float] | None = None) -> float:
     """Rounds that an answer takes on average when every draft is accepted with a chance of its own.

@@ -27,9 +27,10 @@ from selfspec.draft.condition import CANDIDATES
 from selfspec.stats import Stats, mean_tau, total
 from selfspec.training import anchors as anchoring
 from selfspec.training import noise
-from selfspec.training.acceptance import expected_rounds, overlap
+from selfspec.training.acceptance import expected_rounds
 from selfspec.training.data import Answer
 from selfspec.training.head import Head
+from selfspec.training.objectives.tv import overlap
 from selfspec.training.pack import Pack, Packer
 from selfspec.training.step import draft_states, run_clean
 
@@ -235,5 +236,5 @@ def _compare(
             logits = ban_mask(logits, banned)
             guess = ids.gather(1, logits.gather(1, ids).argmax(-1, keepdim=True))[:, 0]
         guesses.append(guess)
-        overlaps.append(overlap(head.logits(target[at]), logits))
+        overlaps.append(overlap(logits, head.logits(target[at])))
     return torch.cat(guesses), torch.cat(overlaps)

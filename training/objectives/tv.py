@@ -28,16 +28,17 @@ class TotalVariation(Decayed):
 
 
 def overlap(draft: Tensor, verifier: Tensor, log_a: Tensor | None = None, log_r: Tensor | None = None) -> Tensor:
-    """sum_v min(a p(v), r q(v)) by row; without scales the acceptance rate of token verification.
+    """sum_v min(a p(v), r q(v)) by row; without scales the acceptance rate of token verification (arXiv 2211.17192,
+    corollary 3.6), which rejection of a chain reaches position by position.
 
     Args:
-        draft: [M, V] logits of q.
+        draft: [M, V] logits of q, -inf where it never guesses.
         verifier: [M, V] logits of p.
         log_a: [M] log of p's scale.
         log_r: [M] log of q's scale.
 
     Returns:
-        [M]
+        [M] float32 (float64 for a float64 model)
     """
     log_p, log_q = log_probs(verifier), log_probs(draft)
     if log_a is not None and log_r is not None:
