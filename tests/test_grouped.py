@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draws import sampled
 
 pytest.importorskip("triton")
 
@@ -30,7 +31,7 @@ def pack_of(length, rows, seed=0):
 
 def layout_of(size, causal, anchors=5, length=96, rows=2, seed=0):
     pack = pack_of(length, rows, seed)
-    drawn = anchoring.sample(pack, anchors, anchoring.generator(seed, 0))
+    drawn = sampled(pack, anchors, seed, 0)
     return anchoring.groups(pack.to(DEVICE), drawn.to(DEVICE), size, causal=causal).layout, length
 
 
@@ -74,7 +75,7 @@ def test_half_precision():
 def test_a_backbone_trains_the_same_by_it():
     model = model_of(dtype=torch.float32)
     pack = pack_of(48, 2)
-    drawn = anchoring.sample(pack, 3, anchoring.generator(3, 0))
+    drawn = sampled(pack, 3, 3, 0)
     found = []
     for name in ("sdpa", "grouped"):
         path = path_of(model, 0.2).requires_grad_(True)
@@ -153,7 +154,7 @@ def test_compiled_layers_train_by_it():
         body = Backbone(model, path_of(model, 0.2).requires_grad_(True), name)
         compile_layers(body)
         pack = pack_of(48, 2).to(DEVICE)
-        drawn = anchoring.sample(pack_of(48, 2), 6, anchoring.generator(3, 0)).to(DEVICE)
+        drawn = sampled(pack_of(48, 2), 6, 3, 0).to(DEVICE)
         groups = anchoring.groups(pack, drawn, 4)
         cache, *_ = run_clean(body, pack)
         loss = run_draft(body, groups, cache, None).square().mean()

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from draws import sampled
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from selfspec.adapters import MaskPathConfig, MaskPathModel
@@ -94,9 +95,9 @@ def test_answers_are_read_from_json_lines_and_parquet(tmp_path) -> None:
 
 
 def test_anchors_are_answer_positions_with_a_successor(pack: Pack) -> None:
-    drawn = anchoring.sample(pack, 30, anchoring.generator(0, 5))
-    assert torch.equal(drawn, anchoring.sample(pack, 30, anchoring.generator(0, 5)))
-    few = [anchoring.sample(pack, 8, anchoring.generator(0, step)) for step in (5, 6)]
+    drawn = sampled(pack, 30, 0, 5)
+    assert torch.equal(drawn, sampled(pack, 30, 0, 5))
+    few = [sampled(pack, 8, 0, step) for step in (5, 6)]
     assert not torch.equal(*few)
     for i, row in enumerate(drawn.tolist()):
         real = [a for a in row if a >= 0]
@@ -112,7 +113,7 @@ def test_labels_and_inputs(pack: Pack, shift: bool, hidden: bool) -> None:
     if shift and hidden:
         return
     size = 5
-    drawn = anchoring.sample(pack, 25, anchoring.generator(0, 0))
+    drawn = sampled(pack, 25, 0, 0)
     masks = torch.full_like(drawn, hidden, dtype=torch.bool)
     g = anchoring.groups(pack, drawn, size, masks, shift=shift)
     tokens = g.rows.tokens.view(3, 25, size)
@@ -135,7 +136,7 @@ def test_labels_and_inputs(pack: Pack, shift: bool, hidden: bool) -> None:
 
 
 def test_split_groups_hold_their_first_tokens(pack: Pack) -> None:
-    drawn = anchoring.sample(pack, 10, anchoring.generator(0, 0))
+    drawn = sampled(pack, 10, 0, 0)
     splits = torch.randint(0, 4, drawn.shape)
     g = anchoring.groups(pack, drawn, 5, splits=splits)
     plain = anchoring.groups(pack, drawn, 5)
@@ -151,7 +152,7 @@ def test_split_groups_hold_their_first_tokens(pack: Pack) -> None:
 
 def test_the_training_mask_is_the_rule_spelt_out(pack: Pack) -> None:
     size = 6  # anchors stand closer to one another than that
-    drawn = anchoring.sample(pack, 12, anchoring.generator(0, 0))
+    drawn = sampled(pack, 12, 0, 0)
     g = anchoring.groups(pack, drawn, size)
     mask = attention_rule(g.layout, 40 + 12 * size)
     for n in range(3):
@@ -169,7 +170,7 @@ def test_the_training_mask_is_the_rule_spelt_out(pack: Pack) -> None:
 
 def layouts() -> list[tuple[RowLayout, int]]:
     docs = Packer(documents(40), 150, 2, seed=2).batch(0)
-    drawn = anchoring.sample(docs, 30, anchoring.generator(0, 1))
+    drawn = sampled(docs, 30, 0, 1)
     clean = RowLayout(docs.positions, torch.zeros(2, dtype=torch.long), 150, segments=docs.segments)
     plain = chain(torch.tensor([3, 9]), 5)
     return [
@@ -247,7 +248,7 @@ def test_no_leak_where_all_layouts_and_heads_run_together(other) -> None:
     backbone = Backbone(model, path)
     packer = Packer(documents(6, seed=4), 60, 2)
     pack = packer.batch(0)
-    drawn = anchoring.sample(pack, 12, anchoring.generator(0, 1))
+    drawn = sampled(pack, 12, 0, 1)
     hidden = torch.arange(12).expand(2, 12) % 3 == 0
     splits = torch.where(torch.arange(12) % 3 == 1, torch.arange(12) % 4 + 1, 0).expand(2, 12)
     kinds = set()

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from draws import draw
 from test_training_trainer import V, answered, config, tiny
 
 from selfspec.training import anchors as anchoring
@@ -37,7 +38,7 @@ def test_nothing_goes_past_the_models_context(tmp_path) -> None:
     docs = [Answer("fits", [1] * 5, [2] * 9), Answer("cut", [1] * 10, [2] * 25), Answer("over", [1] * 19, [2] * 5)]
     trainer = Trainer(config(tmp_path, rows=1), model, docs, docs[:1])
     assert (len(trainer.packer), trainer.packer.over, trainer.packer.cut) == (2, 1, 1)
-    pack, _ = trainer.draw(0)
+    pack, _ = draw(trainer)
     assert pack.positions.max() == 19 and int((pack.segments >= 0).sum()) == 34
 
 
@@ -62,7 +63,7 @@ def test_an_eos_that_is_also_padding_is_learned(tmp_path) -> None:
     eos = 0  # what a packed row holds where nothing stands
     docs = [Answer(str(i), [3, 4, 5 + i], [6, 7, 8, eos]) for i in range(4)]
     trainer = Trainer(config(tmp_path, length=20, rows=1, anchors=20), tiny(), docs, docs[:1])
-    pack, groups = trainer.draw(0)
+    pack, groups = draw(trainer)
     real = int((pack.segments >= 0).sum())
     assert real == 14 and (pack.tokens[0, real:] == eos).all()
     size = groups.labels.shape[2]

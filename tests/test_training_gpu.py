@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draws import sampled
 from test_training_trainer import answered, config, tiny
 from torch import nn
 
@@ -26,7 +27,7 @@ def test_flex_and_its_gradients(kind: str) -> None:
         Answer(str(i), torch.randint(9, 60, (20 + i,), generator=random).tolist(), [5] * (70 + 9 * i)) for i in range(8)
     ]
     pack = Packer(docs, s, n).batch(0).to(device)
-    drawn = anchoring.sample(Packer(docs, s, n).batch(0), 32, anchoring.generator(0, 0)).to(device)
+    drawn = sampled(Packer(docs, s, n).batch(0), 32, 0, 0).to(device)
     layout = anchoring.groups(pack, drawn, 16).layout
     if kind == "chain":
         layout = RowLayout(pack.positions, torch.zeros(n, dtype=torch.long, device=device), s, segments=pack.segments)
@@ -84,7 +85,7 @@ def test_a_graph_knows_which_gradients_it_adds_to() -> None:
 
     docs = [Answer("0", [5, 6], [7, 8, 9])]
     pack = Packer(docs, 8, 1).batch(0).to(torch.device("cuda"))
-    drawn = anchoring.sample(Packer(docs, 8, 1).batch(0), 2, anchoring.generator(0, 0)).to(torch.device("cuda"))
+    drawn = sampled(Packer(docs, 8, 1).batch(0), 2, 0, 0).to(torch.device("cuda"))
     captured = Captured(run, [weight, idle])
     for step in range(WARM + 3):
         if weight.grad is not None:

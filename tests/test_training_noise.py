@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from draws import sampled
 from safetensors.torch import load_file
 from test_training_anchors import documents
 from tiny import PROMPT, VOCAB, build, model_of, propose, reference
@@ -42,7 +43,7 @@ def moved(model, config: MaskPathConfig) -> MaskPathModel:
 
 
 def drawn(pack: Pack) -> torch.Tensor:
-    return anchoring.sample(pack, 25, anchoring.generator(0, 0))
+    return sampled(pack, 25, 0, 0)
 
 
 def test_masked_noise_shows_tokens_that_are_then_not_charged(pack: Pack) -> None:

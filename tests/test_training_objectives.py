@@ -12,6 +12,7 @@ from torch import Tensor
 
 from selfspec.training.objectives import OBJECTIVES, Mix, Slots
 from selfspec.training.objectives.bv import BlockVerification
+from selfspec.training.objectives.dblast import AcceptanceLength
 from selfspec.training.objectives.dbloom import block
 from selfspec.training.objectives.dloop import views
 from selfspec.training.objectives.dpace import credit
@@ -181,6 +182,23 @@ def test_bv_anneals(progress: float) -> None:
     assert float(value_of({"bv": 1}, slots_of(*parts, progress=progress))) == pytest.approx(
         want.groups(want.bv), rel=1e-6
     )
+
+
+def test_dblast_is_the_mean_over_all_outcomes() -> None:
+    """All drafts of a chain and all refusals, with a verifier whose tokens don't depend on one another."""
+    torch.manual_seed(0)
+    n, v = 3, 4
+    p, q = (torch.rand(n, v, dtype=torch.float64).softmax(-1) ** 3 for _ in range(2))
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    accepted = 0.0
+    for x in itertools.product(range(v), repeat=n):
+        chance = math.prod(float(q[i, x[i]]) for i in range(n))
+        passes = [min(1.0, float(p[i, x[i]] / q[i, x[i]])) for i in range(n)]
+        accepted += chance * sum(math.prod(passes[: k + 1]) for k in range(n))
+    labels = torch.zeros(1, n, dtype=torch.long)
+    dense = Dense(q.log()[None], p.log()[None], labels, {})
+    some = Slots(torch.arange(1, n + 1), labels == 0, picked(dense.draft, labels), rows=dense)
+    assert float(AcceptanceLength().total(some)) == pytest.approx(1 - accepted / n)
 
 
 def test_bv_scores_add_up_to_what_block_verification_accepts() -> None:

@@ -1,4 +1,4 @@
-"""What objectives read of a forward, against the model's own forward; replay; heads that learn; expected acceptance."""
+"""What objectives read of a forward, against the model's own forward; replay; heads that learn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from draws import draw, sampled
 from test_training_anchors import documents, tiny
 from test_training_trainer import answered, config
 from test_training_trainer import tiny as tiny_float32
@@ -21,7 +22,6 @@ from selfspec.training import noise
 from selfspec.training.anchors import IGNORE
 from selfspec.training.evaluate import judge
 from selfspec.training.head import Head
-from selfspec.training.objectives.expected import accepted, accepted_on_samples
 from selfspec.training.objectives.kl import forward_kl
 from selfspec.training.objectives.rkl import reverse_kl
 from selfspec.training.pack import Packer
@@ -54,7 +54,7 @@ class Case:
         self.backbone = Backbone(self.model, self.path)
         self.head = Head(self.backbone, chunk=7)
         self.pack = Packer(documents(8, seed=2), 40, 2).batch(0)
-        self.anchors = anchoring.sample(self.pack, 6, anchoring.generator(0, 1))
+        self.anchors = sampled(self.pack, 6, 0, 1)
         hidden = splits = None
         if "hidden" in kind:
             hidden = torch.arange(6).expand(2, 6) % 3 == 0
@@ -136,7 +136,7 @@ def test_a_hidden_groups_calibrator_reads_its_bonus() -> None:
 @torch.no_grad()
 def test_replay_starts_where_decoding_was_rejected(kind: str) -> None:
     case = Case(kind)
-    anchors = anchoring.sample(case.pack, 9, anchoring.generator(0, 1))
+    anchors = sampled(case.pack, 9, 0, 1)
     got, moved = failures(case.backbone, case.head, case.pack, anchors), 0
     for n, a in itertools.product(range(2), range(9)):
         slot = int(anchors[n, a])
@@ -216,7 +216,7 @@ def test_heads_learn_beside_the_path(form: str, tmp_path) -> None:
             for p in (trainer.path.mask, *trainer.path.deltas.parameters()):
                 p.requires_grad_(False)
     with torch.no_grad():
-        pack, groups = trainer.draw(0)
+        pack, groups = draw(trainer)
         slots = trainer.slots(pack, groups)
         known = slots.drafts & ~slots.valid[:, :1]
         assert slots.rows.corrected("markov", False)[known].mean() > slots.logp[known].mean() + 0.1
@@ -255,49 +255,14 @@ def test_a_recipe_trains(name: str, tmp_path) -> None:
     assert all(map(torch.isfinite, map(torch.tensor, losses)))
     assert min(losses[-5:]) < losses[0] or name == "growing blocks"  # a larger block costs more
     if name == "growing blocks":
-        assert trainer.draw(0)[1].labels.shape[2] == 8
+        assert draw(trainer)[1].labels.shape[2] == 8
     if name == "complementary views":
-        _, groups = trainer.draw(0)
+        _, groups = draw(trainer)
         labels, drafts = groups.labels.view(2, -1, 2, 5), torch.arange(5) >= 1
-        follows = anchoring.following(trainer.draw(0)[0], groups.anchors, torch.arange(5)).view(labels.shape)
+        follows = anchoring.following(draw(trainer)[0], groups.anchors, torch.arange(5)).view(labels.shape)
         charged = (labels >= 0)[..., drafts]
         both = charged[:, :, 0] ^ charged[:, :, 1]  # every token in exactly one view
         assert torch.equal(both, (follows != IGNORE)[:, :, 0, drafts])
-
-
-def test_expected_acceptance_is_the_mean_over_all_outcomes() -> None:
-    """All drafts of a chain and all refusals, with a verifier whose tokens don't depend on one another."""
-    torch.manual_seed(0)
-    t, v = 3, 4
-    p, q = (torch.rand(t, v, dtype=torch.float64).softmax(-1) ** 3 for _ in range(2))
-    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    want = 0.0
-    for x in itertools.product(range(v), repeat=t):
-        chance = torch.stack([q[i, x[i]] for i in range(t)]).prod()
-        passes = [float((p[i, x[i]] / q[i, x[i]]).clamp(max=1)) for i in range(t)]
-        want += float(chance) * sum(torch.tensor(passes[: k + 1]).double().prod() for k in range(t))
-    alpha = torch.minimum(p, q).sum(-1)
-    assert float(accepted(alpha, torch.ones(t, dtype=torch.bool))) == pytest.approx(float(want))
-    some = torch.tensor([False, True, True])  # a slot that is no draft neither counts nor stops
-    assert float(accepted(alpha, some)) == pytest.approx(float(alpha[1] + alpha[1] * alpha[2]))
-
-
-def test_expected_acceptance_on_samples_is_unbiased() -> None:
-    """A verifier with memory: the mean over its own texts is what token verification accepts of the draft's."""
-    torch.manual_seed(1)
-    t, v = 3, 3
-    q = torch.rand(t, v, dtype=torch.float64).softmax(-1)
-    table = {x: torch.rand(v, dtype=torch.float64).log().softmax(-1)
-             for k in range(t) for x in itertools.product(range(v), repeat=k)}  # fmt: skip
-    drafts, ours, want = torch.ones(t, dtype=torch.bool), 0.0, 0.0
-    for x in itertools.product(range(v), repeat=t):
-        p = torch.stack([table[x[:i]] for i in range(t)])  # [T, V] along x
-        index = torch.tensor(x)[:, None]
-        px, qx = p.gather(1, index)[:, 0], q.gather(1, index)[:, 0]
-        alpha = torch.minimum(p, q).sum(-1)
-        ours += float(px.prod() * accepted_on_samples(alpha, qx.log(), px.log(), drafts))
-        want += float(qx.prod() * (px / qx).clamp(max=1).cumprod(0).sum())
-    assert ours == pytest.approx(want)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from draws import draw
 from test_training_trainer import answered, config, tiny
 
 from selfspec.training import command, jobs
@@ -158,7 +159,7 @@ def test_draws_depend_on_document_and_epoch_alone(answers, tmp_path) -> None:
         fields = config(tmp_path, **(FIELDS | {"rows": rows, "anchors": 200, "prefetch": prefetch}))
         trainer, seen = Trainer(fields, tiny(), answers), {}
         for index in range(9 // rows):
-            pack, groups = trainer.draw(index)
+            pack, groups = draw(trainer, index)
             size = groups.labels.shape[2]
             for row in range(rows):
                 for a, slot in enumerate(groups.anchors[row].tolist()):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_chat
 import torch
+from draws import draw
 from tiny import run
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -134,7 +135,7 @@ def test_heads_alone_leave_the_path_as_it_was(tuning: str, form: str, tmp_path) 
     fields = dict(init=str(tmp_path / "plain" / "adapter"), objectives=terms, weight_decay=0.5, max_steps=6, ema=0.5)
     trainer = Trainer(config(tmp_path / "heads", adapter=adapter | heads, **fields), model, answers)
     start = {k: v.clone() for k, v in trainer.path.state_dict().items()}
-    slots = trainer.slots(*trainer.draw(0))
+    slots = trainer.slots(*draw(trainer))
     assert not slots.rows.hidden.requires_grad and not slots.logp.requires_grad
     assert slots.read.corrected("markov", True).requires_grad
     trainer.train()
@@ -190,7 +191,7 @@ def test_the_base_is_left_alone_and_the_loss_falls(tmp_path) -> None:
 def test_clean_rows_have_no_gradient(tmp_path) -> None:
     model = tiny()
     trainer = Trainer(config(tmp_path), model, answered(model, 12))
-    pack, groups = trainer.draw(0)
+    pack, groups = draw(trainer)
     slots = trainer.slots(pack, groups)
     assert slots.logp.requires_grad
     from selfspec.training.step import run_clean

@@ -49,21 +49,11 @@ class Groups:
         return self.steps[self.first :], self.labels[:, :, self.first :].flatten(0, 1)
 
 
-def generator(seed: int, step: int) -> torch.Generator:
-    """Randomness of one step, the same on every machine."""
-    return torch.Generator().manual_seed((seed * 1_000_003 + step * 7919 + 1) % (1 << 62))
-
-
 def eligible(pack: Pack) -> Tensor:
     """Slots that may be anchors. bool [N, S]"""
     follows = torch.zeros_like(pack.answer)
     follows[:, :-1] = pack.answer[:, 1:] & (pack.segments[:, 1:] == pack.segments[:, :-1])
     return pack.answer & follows
-
-
-def sample(pack: Pack, n: int, random: torch.Generator) -> Tensor:
-    """n random anchors of every row (see `choose`), drawn on the host from a generator. [N, n]"""
-    return choose(pack, n, torch.rand(pack.tokens.shape, generator=random))
 
 
 def choose(pack: Pack, n: int, noise: Tensor) -> Tensor:

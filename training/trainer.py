@@ -132,12 +132,6 @@ class Trainer:
 
     # one step
 
-    def draw(self, index: int) -> tuple[Pack, Groups]:
-        """A micro-batch of the stream and its draft groups."""
-        micro = self.batches.micro(index * self.shape.micro, self.shape.micro, self.shape)
-        there = self._replayed(micro).to(self.device)
-        return there.pack, there.groups
-
     def slots(self, pack: Pack, groups: Groups, progress: float | Tensor | None = None) -> Slots:
         """Run a micro-batch. Returns what the objectives read."""
         at = self.progress if progress is None else progress
