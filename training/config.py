@@ -15,7 +15,7 @@ import torch
 
 from selfspec.adapters import io
 from selfspec.adapters.config import CONDITIONERS, MaskPathConfig
-from selfspec.training import fused
+from selfspec.training import fused, limits
 from selfspec.training.objectives import Mix, dbloom, term_of
 
 
@@ -44,14 +44,16 @@ class TrainConfig:
             them.
         groups: draft groups of a step, over all processes, that the dry run doesn't go beyond: a larger step is faster
             by the group, but the budget then holds fewer of them.
-        hidden_share: share of groups whose bonus is hidden, where the adapter is trained for both layouts.
-        split_share: share of groups with known tokens in slots 1..s, where the adapter is trained for prefix splits.
+        hidden_share: share of groups whose bonus is hidden, where the adapter is trained for both layouts; an adapter
+            of one layout has all groups in it, whatever stands here.
+        split_share: share of groups with known tokens in slots 1..s, where the adapter is trained for prefix splits; it
+            counts for nothing where it is not, nor under `complement`, where every anchor has a split.
         complement: give every anchor both views of one split instead, each charged where it is used (D-Loop).
         replay_share: share of groups that start where a draft of theirs was rejected instead (Draft-OPD).
         growth: block sizes of equal stages of the schedule, up to the adapter's own (DBloom); empty has one stage.
         lr: peak learning rate.
         mask_lr: factor on it for mask embeddings.
-        betas: of AdamW.
+        betas: of AdamW, two.
         weight_decay: of AdamW.
         clip: largest gradient norm; 0 leaves gradients alone.
         warmup: share of the schedule in which the rate rises.
@@ -69,7 +71,8 @@ class TrainConfig:
         flex: options of FlexAttention's kernels, such as `{"BLOCK_M": 64, "BLOCK_N": 64}`.
         graph: run forward and backward as one CUDA graph; shapes are fixed, and steps leave no gaps on the device.
         prefetch: steps drawn ahead on a thread; 0 draws each when it is run.
-        shard: split the layers over the processes (FSDP); None does so under `accelerate launch --use_fsdp`.
+        shard: split the layers over the processes (FSDP), of which true wants several; None does so under
+            `accelerate launch --use_fsdp`.
         dtype: of the base model and the activations; "auto" is bfloat16 on CUDA and float32 elsewhere, as most CPUs
             are many times slower in bfloat16.
         device: "auto" is CUDA where there is one.
@@ -153,11 +156,7 @@ class TrainConfig:
             raise ValueError(f"growth={self.growth}: a seed row and prefix splits need blocks of 3 or more")
         if self.complement and not path.prefix_splits:
             raise ValueError("complement=True trains prefix splits: set adapter.prefix_splits")
-        for name in ("length", "rows", "anchors", "accumulate", "log_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected 1 or more")
-        if self.minutes <= 0 and not self.max_steps:
-            raise ValueError("give the training a budget: minutes or max_steps")
+        limits.check(self)
 
     @property
     def path(self) -> MaskPathConfig:

@@ -33,6 +33,9 @@ class World:
         device: "auto", or a torch device; several processes of one machine take one GPU each.
         shard: split the layers over the processes; None does what the launcher was told (`--use_fsdp`).
 
+    Raises:
+        ValueError: layers to split, and one process; or options of the launcher that the trainer does not act on.
+
     Attributes:
         rank, size: of this process, and how many there are.
         device: where it computes.
@@ -53,6 +56,11 @@ class World:
             # numbers that the hosts decide by go between the hosts, and wait for no device
             self._host = dist.new_group(backend="gloo", timeout=timedelta(hours=HOURS))
         asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        if shard and self.size == 1:
+            raise ValueError(
+                "shard=true splits layers over processes, and there is one: start several with accelerate launch "
+                "--num_processes N -m selfspec.training, or leave it out"
+            )
         self.sharded = (asked if shard is None else shard) and self.size > 1
 
     @property
