@@ -140,6 +140,17 @@ def test_a_wrong_row_is_refused_before_anything_runs(files) -> None:
     assert not (files / "out").exists()
 
 
+def test_a_sweep_under_a_launcher_is_refused(files, monkeypatch) -> None:
+    """Every process began all rows in the same folders, and the rows took its rank for their own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = tiny_chat.run("train", "--sweep", files / "sweep.yaml")
+    assert result.exit_code == 2 and not (files / "out").exists()
+    assert "each takes a GPU" in result.stderr and "without accelerate launch or torchrun" in result.stderr
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a launcher of one process is none
+    ran = tiny_chat.run("train", "--sweep", files / "none.yaml")
+    assert ran.exit_code == 2 and "no file at" in ran.stderr
+
+
 def test_a_row_in_a_process_of_its_own(files) -> None:
     """A crash is told by its last line; what was set on the command line reaches every row."""
     wanted = TrainConfig.load(None, ["model=nowhere", f"data={files / 'answers.jsonl'}", "fit=0", f"out={files / 'x'}"])

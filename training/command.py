@@ -48,6 +48,11 @@ def main(
     fields += [f"minutes={minutes}"] if minutes is not None else []
     fields += ["resume=true"] if resume else []
     if sweep is not None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # every process would begin every row
+            refuse(
+                "a sweep starts a process for each row, and each takes a GPU: run selfspec train --sweep by itself, "
+                "without accelerate launch or torchrun"
+            )
         from selfspec.training.sweep import run
 
         if threading.current_thread() is threading.main_thread():
