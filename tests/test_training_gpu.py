@@ -1,11 +1,13 @@
-"""Training on a GPU: FlexAttention compiled against the reference, forward and backward; steps as graphs."""
+"""Training on a GPU: FlexAttention compiled against the reference, both ways; steps as graphs; runs that repeat."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from draws import sampled
+from test_training_resume import same
 from test_training_trainer import answered, config, tiny
+from tiny import build
 from torch import nn
 
 from selfspec.attention import AttentionRule, backend
@@ -95,3 +97,33 @@ def test_a_graph_knows_which_gradients_it_adds_to() -> None:
     weight.grad = None
     with pytest.raises(RuntimeError, match="dropped under a captured step"):
         captured(pack, anchoring.groups(pack, drawn, 2), torch.ones(3, device="cuda"))
+
+
+@pytest.mark.parametrize("attention, graph", [("sdpa", False), ("flex", False), ("grouped", False), ("grouped", True)])
+def test_a_resumed_run_is_bit_exact(attention: str, graph: bool, tmp_path) -> None:
+    """Two unbroken runs are alike to the bit, and so is one that was stopped on the way."""
+    docs = [Answer(str(i), [3, 4, 5 + i % 9], [6 + i % 7, 7, 8, 9 + i % 11] * 5) for i in range(16)]
+    heads = [] if graph else ["markov", "confidence", "length"]
+    terms = dict.fromkeys(("ce", "dpace") if graph else ("ce", "dpace", "kl", "lk_hybrid", "bv", "chain", *heads), 0.2)
+    adapter = {"block_size": 4, "layouts": ["known", "hidden"], "heads": heads}
+    fields = dict(adapter=adapter, objectives=terms, deterministic=True, device="cuda", attention=attention,
+                  graph=graph, max_steps=16)  # fmt: skip
+
+    def trainer(out: str, **more) -> Trainer:
+        return Trainer(config(tmp_path / out, **fields, **more), build(hidden_size=64, dtype=torch.bfloat16), docs)
+
+    whole, again, cut = trainer("whole"), trainer("again"), trainer("cut")
+    whole.train()
+    again.train()
+    same(again, whole)
+    step = cut.train_step
+
+    def stopped() -> dict:
+        cut.stop = cut.step == 6
+        return step()
+
+    cut.train_step = stopped
+    assert not cut.train()["finished"]
+    rest = trainer("cut", resume=True)
+    assert rest.step == 7 and rest.train()["finished"]
+    same(rest, whole)

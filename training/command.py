@@ -63,16 +63,19 @@ def main(
     if only or until_minutes is not None or jobs is not None or ahead:
         refuse("--only, --until-minutes, --jobs and --ahead are options of a sweep: name its file with --sweep")
     from selfspec.training.config import TrainConfig
+    from selfspec.training.deterministic import deterministic
     from selfspec.training.trainer import Trainer
 
     with refusing():
         settings = TrainConfig.load(config, fields)
         if not settings.model or not settings.data:
             raise ValueError("name a model and data: model=FOLDER data=ANSWERS")
-        trainer = Trainer(settings)
-    stop_on_signal(trainer)
-    few_threads(trainer.device.type)
-    report = trainer.train()
+    with deterministic(settings.deterministic):
+        with refusing():
+            trainer = Trainer(settings)
+        stop_on_signal(trainer)
+        few_threads(trainer.device.type)
+        report = trainer.train()
     if trainer.world.main:
         say(ending(report, settings.model, trainer.out))
     trainer.world.close()

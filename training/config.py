@@ -63,6 +63,8 @@ class TrainConfig:
         max_steps: steps that the schedule is fitted to instead, when not 0.
         stop_after: minutes after which this call saves and ends, the schedule unfinished; 0 never does.
         seed: of everything random.
+        deterministic: kernels that give the same numbers every time; resuming is then bit-exact on a GPU too, on as
+            many of the same kind. Refused with flash-attn and with autotuned kernels.
         attention: backend; "auto" is "sdpa" without CUDA, else the faster of "grouped" and "flex" that runs there (see
             `step.backbone_of`); "flash" runs clean rows by flash-attn, and draft rows by FlexAttention; "grouped" runs
             draft rows by kernels of their own, and clean rows by FlexAttention.
@@ -120,6 +122,7 @@ class TrainConfig:
     max_steps: int = 0
     stop_after: float = 0.0
     seed: int = 0
+    deterministic: bool = False
     attention: str = "auto"
     compile: bool | None = None
     compile_mode: str = "default"

@@ -30,3 +30,18 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"dtype={config.dtype!r}: expected one of {', '.join(DTYPES)}")
     if config.minutes <= 0 and not config.max_steps:
         raise ValueError("give the training a budget: minutes or max_steps")
+    if config.deterministic:
+        _check_deterministic(config)
+
+
+def _check_deterministic(config: TrainConfig) -> None:
+    if config.attention == "flash":
+        raise ValueError(
+            "attention=flash adds in an order that depends on what else runs: deterministic=true takes grouped, flex "
+            "and sdpa"
+        )
+    if config.compile_mode.startswith("max-autotune"):
+        raise ValueError(
+            f"compile_mode={config.compile_mode} times kernels and takes another one from run to run: "
+            "deterministic=true takes compile_mode=default"
+        )

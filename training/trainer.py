@@ -22,6 +22,7 @@ from selfspec.training.anchors import Groups
 from selfspec.training.batches import Batches, Micro, Shape
 from selfspec.training.config import TrainConfig
 from selfspec.training.data import Answer, hold_out, load_answers
+from selfspec.training.deterministic import deterministic
 from selfspec.training.evaluate import Batching, evaluate
 from selfspec.training.flops import Work, mfu, total
 from selfspec.training.head import Head
@@ -241,7 +242,8 @@ class Trainer:
                   "sharded": world.sharded, "attention": self.backbone.backend,
                   "setup_s": self.log.since()})  # fmt: skip
         try:
-            return self._train()
+            with deterministic(self.config.deterministic):
+                return self._train()
         finally:
             self.turn.give()
             self.batches.close()
