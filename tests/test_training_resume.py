@@ -53,17 +53,17 @@ def same(a: Trainer, b: Trainer) -> None:
         assert all(torch.equal(x[k], y[k]) for k in x)
 
 
-def child(out: Path, answers: list[Answer]) -> None:
-    trainer = Trainer(config(out, **FIELDS), tiny(), answers)
+def child(out: Path, answers: list[Answer], fields: dict) -> None:
+    trainer = Trainer(config(out, **fields), tiny(), answers)
     stop_on_signal(trainer)
     step = trainer.train_step
     trainer.train_step = lambda: (time.sleep(0.02), step())[1]  # time for the parent to strike
     trainer.train()
 
 
-def interrupted(out: Path, answers: list[Answer], step: int, how: int) -> list[dict]:
+def interrupted(out: Path, answers: list[Answer], step: int, how: int, fields: dict = FIELDS) -> list[dict]:
     """Train in a process of its own, send it a signal once a step is logged, and return its log."""
-    process = multiprocessing.get_context("fork").Process(target=child, args=(out, answers))
+    process = multiprocessing.get_context("fork").Process(target=child, args=(out, answers, fields))
     process.start()
     log = out / "log.jsonl"
     deadline = time.monotonic() + 60

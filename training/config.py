@@ -59,12 +59,13 @@ class TrainConfig:
         warmup: share of the schedule in which the rate rises.
         final_lr: share of the peak at the schedule's end.
         ema: decay of the averaged weights; 0 keeps none.
-        minutes: training time that the schedule is fitted to, over all calls.
+        minutes: training time that the schedule is fitted to, over all calls; an estimate under `deterministic`.
         max_steps: steps that the schedule is fitted to instead, when not 0.
         stop_after: minutes after which this call saves and ends, the schedule unfinished; 0 never does.
         seed: of everything random.
         deterministic: kernels that give the same numbers every time; resuming is then bit-exact on a GPU too, on as
-            many of the same kind. Refused with flash-attn and with autotuned kernels.
+            many of the same kind. The schedule goes by steps: `max_steps`, or as many as the dry run finds `minutes`
+            to hold, which the checkpoint keeps. Without flash-attn and autotuned kernels.
         attention: backend; "auto" is "sdpa" without CUDA, else the faster of "grouped" and "flex" that runs there (see
             `step.backbone_of`); "flash" runs clean rows by flash-attn, and draft rows by FlexAttention; "grouped" runs
             draft rows by kernels of their own, and clean rows by FlexAttention.

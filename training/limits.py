@@ -35,6 +35,11 @@ def check(config: TrainConfig) -> None:
 
 
 def _check_deterministic(config: TrainConfig) -> None:
+    if not config.max_steps and config.fit <= 0:
+        raise ValueError(
+            "deterministic=true goes by steps, as no clock goes twice alike: give max_steps, or fit=SECONDS for a dry "
+            "run that says how many steps the minutes hold"
+        )
     if config.attention == "flash":
         raise ValueError(
             "attention=flash adds in an order that depends on what else runs: deterministic=true takes grouped, flex "

@@ -7,13 +7,21 @@ from typing import Any
 
 from selfspec.training.config import TrainConfig
 
-FIELDS = ("minutes", "max_steps", "lr", "mask_lr", "warmup", "final_lr")  # what the schedule is fitted from
+# what the schedule is fitted from
+FIELDS = ("minutes", "max_steps", "lr", "mask_lr", "warmup", "final_lr", "deterministic")
 
 
-def progress(config: TrainConfig, step: int, elapsed: float) -> float:
-    """Share of the schedule that is done, after so many steps and seconds of training."""
-    if config.max_steps:
-        return min(1.0, step / config.max_steps)
+def progress(config: TrainConfig, step: int, elapsed: float, steps: int) -> float:
+    """Share of the schedule that is done.
+
+    Args:
+        config: how many minutes there are.
+        step: steps that were taken.
+        elapsed: seconds of training that they took.
+        steps: that there are; 0 goes by the minutes.
+    """
+    if steps:
+        return min(1.0, step / steps)
     return min(1.0, elapsed / (60 * config.minutes))
 
 
@@ -37,6 +45,7 @@ def check(config: TrainConfig, stored: dict[str, Any]) -> None:
     Raises:
         ValueError: which fields differ.
     """
+    stored = {"deterministic": False} | stored  # which older checkpoints know nothing of
     if changed := [f"{k}={v!r} (now {getattr(config, k)!r})" for k, v in stored.items() if getattr(config, k) != v]:
         raise ValueError(
             f"the checkpoint in {config.out} was fitted to {', '.join(changed)}: resume it with those values, or start "

@@ -37,6 +37,7 @@ from selfspec.training.turn import Turn
 from selfspec.training.world import World, shard
 
 WARM_STEPS = 2  # of every call and shape; compilation is no training, and its time isn't charged to the schedule
+KEPT = ("step", "steps", "elapsed", "cursor", "fitted", "downs", "zero_loss", "best")  # of a checkpoint
 IN_FLIGHT = 3  # steps that the host may be ahead of the device, so that the clock it reads is the device's
 
 
@@ -52,6 +53,7 @@ class Trainer:
 
     Attributes:
         step, elapsed: optimizer steps, and seconds of training, over all calls.
+        steps: of the whole schedule; 0 where the minutes end it.
         cursor: row of the data's stream that the next step begins with.
         shape: what a step is made of; out of memory lowers it.
         downs: the shapes that memory ran out for, each with its step.
@@ -113,7 +115,7 @@ class Trainer:
             self.packer, config, self.mix, self.backbone.vocab_size, self.world.rank, self.world.size, pin=cuda
         )
         self.step, self.elapsed, self.cursor, self.zero_loss = 0, 0.0, 0, 0
-        self.fitted, self.best = False, -1.0
+        self.fitted, self.best, self.steps = False, -1.0, config.max_steps
         self.downs: list[dict[str, int]] = []
         self.stop = False
         self.turn = Turn(config.turn if self.world.main else "")
@@ -195,6 +197,8 @@ class Trainer:
             self.downs.append({"step": self.step, "micro": self.shape.micro, "anchors": self.shape.anchors})
             self.reshape(fit.lower(self.shape))
             self.log({"event": "out_of_memory", "step": self.step, **dataclasses.asdict(self.shape)})
+            if c.deterministic:  # whoever goes on may have the memory, and would add in another order
+                self.save()
         assert logs is not None
         self.cursor += self.shape.rows * world.size
         self.step += 1
@@ -230,7 +234,7 @@ class Trainer:
     @property
     def progress(self) -> float:
         """Share of the schedule that is done."""
-        return schedule.progress(self.config, self.step, self.elapsed)
+        return schedule.progress(self.config, self.step, self.elapsed, self.steps)
 
     # the loop
 
@@ -256,8 +260,11 @@ class Trainer:
         if c.fit and not self.fitted:
             self._take_turn()
         if c.fit and not self.fitted and not self.world.any(self.stop):
-            self.log(fit.fit(self))
+            self.log(found := fit.fit(self))
             self.fitted = True
+            if c.deterministic:  # no clock goes twice alike
+                self.steps = self.step + max(1, found["steps"])
+                self.save()
         last_eval = last_save = time.perf_counter()
         window = Window()
         while True:
@@ -358,15 +365,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint: with the data and the configuration, all that the rest of the run depends on."""
-        state = checkpoint.weights(self.path, self.ema, self.optimizer) | {
-            "step": self.step,
-            "elapsed": self.elapsed,
-            "cursor": self.cursor,
+        state = checkpoint.weights(self.path, self.ema, self.optimizer) | {name: getattr(self, name) for name in KEPT}
+        state |= {
             "shape": dataclasses.asdict(self.shape),
-            "fitted": self.fitted,
-            "downs": self.downs,
-            "zero_loss": self.zero_loss,
-            "best": self.best,
             "schedule": schedule.kept(self.config),
             "adapter": json.dumps(self.path_config.to_dict()),
         }
@@ -382,8 +383,8 @@ class Trainer:
             raise ValueError(f"the checkpoint in {self.out} is of another adapter configuration: {state['adapter']}")
         schedule.check(self.config, state["schedule"])
         checkpoint.restore(state, self.path, self.ema, self.optimizer)
-        for name in ("step", "elapsed", "cursor", "fitted", "downs", "zero_loss", "best"):
-            setattr(self, name, state[name])
+        for name in KEPT:
+            setattr(self, name, state.get(name, getattr(self, name)))  # older checkpoints lack the steps
         self.reshape(Shape(**state["shape"]))
 
     def save_adapter(self, name: str, weights: list[Tensor]) -> None:
