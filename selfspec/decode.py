@@ -40,6 +40,14 @@ class Draft:
         """Of some requests and positions."""
         return Draft(self.logits[at], None if self.states is None else self.states[at])
 
+    def where(self, chosen: Tensor, other: Draft) -> Draft:
+        """Of the chosen requests this one, of the rest the other; states if this one has them. chosen: [n] bool"""
+        chosen = chosen[:, None, None]
+        logits = torch.where(chosen, self.logits, other.logits)
+        if self.states is None or other.states is None:
+            return Draft(logits)
+        return Draft(logits, torch.where(chosen, self.states, other.states))
+
 
 @dataclass(frozen=True)
 class Frame:

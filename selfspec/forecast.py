@@ -33,6 +33,11 @@ class Forecast(NamedTuple):
             lengths = torch.cat([lengths[:, :t], lengths[:, t:].sum(1, keepdim=True)], 1)
         return Forecast(None if sure is None else sure[:, :t], lengths)
 
+    def where(self, chosen: Tensor, other: Forecast) -> Forecast:
+        """Of the chosen requests this one, of the rest the other. chosen: [N] bool"""
+        pairs = zip(self, other, strict=True)
+        return Forecast(*(None if a is None or b is None else torch.where(chosen[:, None], a, b) for a, b in pairs))
+
     def keep(self, place: Forecast) -> None:
         """Copy it to the beginning of larger tensors."""
         for new, old in zip(self, place, strict=True):

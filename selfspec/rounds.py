@@ -23,6 +23,7 @@ from selfspec.draft.loop import prefix_of
 from selfspec.draft.overlap import Groups
 from selfspec.forecast import Forecast, forecast
 from selfspec.plan import CORRECTIONS, Plan
+from selfspec.plan.policy import Policy
 from selfspec.proposal import Proposal
 from selfspec.pruning import Cut, Pruning, bucket
 from selfspec.request import Request
@@ -88,7 +89,8 @@ class Rounds:
             plan: what it does.
             frame: its requests.
             size: nodes of a drafted chain.
-            redraft: draft in a pass of its own; otherwise the last verification has drafted already.
+            redraft: draft in a pass of its own, in an overlapped round for those whom the last verification left
+                nothing (`Slots.ready`); otherwise there is no pass, and they verify the anchor alone.
             requests: of its rows.
             run: runs the parts that need no host, as `Graphs` does.
             clock: marks the parts.
@@ -158,24 +160,21 @@ class Rounds:
             return Proposal(tree)
         if not plan.drafts or size == 1:
             return Proposal(DraftTree(anchor[:, None]))
-        body, told = self.bodies[plan.adapter], Forecast()
+        body, told, made = self.bodies[plan.adapter], Forecast(), None
         if redraft:
             draft = partial(decode.draft, body, self.cache, slots, frame, size, self.config(body))
             how = (plan.passes, plan.prefix) if plan.loop else (1, None)
             prefix = prefix_of(plan.prefix) if plan.loop else None
-            drafted = run(("draft", plan.adapter, frame, size, *how), partial(draft, how[0], prefix))
+            made = drafted = run(("draft", plan.adapter, frame, size, *how), partial(draft, how[0], prefix))
             if self._foretells(plan):
-                told = forecast(body.path, drafted.states)
-        else:
-            assert slots.saved is not None
-            drafted = decode.Draft(slots.saved, slots.states)[:n, : size - 1]
-            if self._foretells(plan):
-                told = slots.told.known(body.path, n, plan.block_size - 1)
+                told = forecast(body.path, made.states)
+        if plan.overlap:
+            drafted, told = self._saved(plan, n, size, made, told)
         if plan.verify_length is not None:
             drafted = drafted[:, : plan.verify_length - 1]
         told = told.first(drafted.logits.shape[1])
         nodes = plan.tree_nodes if plan.tree else None
-        logits, given = drafted.logits, self._given(plan, drafted, anchor, redraft)
+        logits, given = drafted.logits, self._given(plan, drafted, anchor)
         tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n], given)
         if not redraft:  # where the last verification ended without a draft, the anchor is all there is
             first = torch.arange(tree.n_nodes, device=start.device) == 0
@@ -230,7 +229,7 @@ class Rounds:
         verified = torch.minimum((tokens[:, 1:] >= 0).sum(1), room.clamp(min=0))
         self.pruning.observe(plan.adapter, seen, verified, (count - 1).clamp(min=0))
 
-    def _given(self, plan: Plan, drafted: decode.Draft, anchor: Tensor, redraft: bool) -> Given | None:
+    def _given(self, plan: Plan, drafted: decode.Draft, anchor: Tensor) -> Given | None:
         """What conditions a draft, or None.
 
         A loop's later passes know the tokens that its earlier ones chose by the marginals: its drafts stay as they are.
@@ -239,9 +238,12 @@ class Rounds:
         condition, config = self.condition(body), self.config(body)
         if condition is None or plan.loop or drafted.states is None or not drafted.states.shape[1]:
             return None
-        # a seed row's output is the model's own, and a calibrator has told the first draft of its bonus already
-        done = config.seed_row or (not redraft and body.part("calibrate") is not None)
-        return Given(condition, drafted.states, torch.full_like(anchor, MASK) if done else anchor, config.mask_id)
+        before = anchor
+        if config.seed_row:  # whose output is the model's own
+            before = torch.full_like(anchor, MASK)
+        elif plan.overlap and body.part("calibrate") is not None:  # it has told a saved draft of its bonus already
+            before = torch.where(self.slots.ready[: len(anchor)], MASK, anchor)
+        return Given(condition, drafted.states, before, config.mask_id)
 
     def _groups(self, plan: Plan, proposal: Proposal) -> Groups:
         """The ends that get a draft of their own: all nodes, the likeliest, or those of RecGuide's branches."""
@@ -256,6 +258,20 @@ class Rounds:
             assert tree.scores is not None
             survives = tree.scores.exp()
         return overlap.hidden(overlap.keep(overlap.ends(tree, survives), plan.kept))
+
+    def _saved(
+        self, plan: Plan, n: int, size: int, made: decode.Draft | None, told: Forecast
+    ) -> tuple[decode.Draft, Forecast]:
+        """The drafts that the last verification left, and what the heads said of them; of whom it left none, those
+        that were made now, if they were. told: of what was made"""
+        slots, path = self.slots, self.bodies[plan.adapter].path
+        assert slots.saved is not None
+        kept = decode.Draft(slots.saved, slots.states)[:n, : size - 1]
+        said = slots.told.known(path, n, plan.block_size - 1).first(size - 1) if self._foretells(plan) else Forecast()
+        if made is None:
+            return kept, said
+        ready = slots.ready[:n]
+        return kept.where(ready, made), said.where(ready, told)
 
     def _save(self, n: int, plan: Plan, groups: Groups, accepted: Accepted, draft: Tensor) -> Tensor:
         """Keep the draft of the end that came. Returns where there is one, [n] bool."""
@@ -282,6 +298,23 @@ def verifier_of(bodies: list[Backbone]) -> Backbone:
     if len(readers) > 1:
         raise ValueError("of the adapters loaded together only one may read features (taps) of the last position")
     return readers[0] if readers else bodies[0]
+
+
+def require(policy: Policy, bodies: list[Backbone], chooser: Chooser) -> None:
+    """Refuse plans that a mask path was not trained for, and drafts that the verifier does not take.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    pruning = getattr(policy, "pruning", None)
+    for plan in policy.plans:
+        chooser.require(plan)
+        if plan.adapter >= len(bodies):
+            raise ValueError(f"adapter={plan.adapter}: {len(bodies)} are loaded, counted from 0")
+        path = bodies[plan.adapter].path
+        plan.require(getattr(path, "config", None))
+        if pruning is not None and plan.chain:
+            pruning.require(plan, path, chooser.draws)
 
 
 def plainly(key: Any, fn: Callable[..., Any], *inputs: Tensor) -> Any:

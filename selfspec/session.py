@@ -24,7 +24,8 @@ from selfspec.plan.policy import Fixed, Policy, together
 from selfspec.plan.views import Assignment, Views
 from selfspec.prefixes import Prefixes
 from selfspec.request import Request
-from selfspec.rounds import Rounds, verifier_of
+from selfspec.rounds import Rounds, require, verifier_of
+from selfspec.saved import Saved
 from selfspec.seats import Rows, Seats
 from selfspec.slots import Slots
 from selfspec.stats import Shares
@@ -73,7 +74,7 @@ class Session:
         self.backbone = backbone = verifier_of(bodies)
         self.chooser = Chooser(verify)
         policy = Fixed(policy) if isinstance(policy, Plan) else policy
-        self._require(policy)
+        require(policy, bodies, self.chooser)
         self.cache = backbone.new_cache(slots, capacity, tail_rows(policy.plans, capacity))
         self.slots = Slots(slots, capacity, backbone.device, backbone.n_features, backbone.dtype)
         if isinstance(graphs, bool):
@@ -87,8 +88,7 @@ class Session:
         self._shares = Shares()
         self._flights: deque[Flight] = deque()
         self._landed: list[tuple[Request, list[int]]] = []  # read between steps
-        self._saved: Plan | None = None  # the overlapped plan whose drafts all requests have, or know to lack
-        self._drafted: set[int] = set()  # ids of requests that the last round read left a draft
+        self._saved = Saved()
         self.limit = slots  # requests at a time, if not all slots are to be used
         self.use(policy)
 
@@ -100,14 +100,14 @@ class Session:
             ValueError: as at the start, or a plan's rows do not fit the cache.
         """
         policy = Fixed(policy) if isinstance(policy, Plan) else policy
-        self._require(policy)
+        require(policy, self.bodies, self.chooser)
         rows = max(p.rows for p in policy.plans)
         if rows > self.cache.tail:
             raise ValueError(f"the plan runs {rows} rows a request; this session has room for {self.cache.tail}")
         if any(p.overlap for p in policy.plans):
             longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
             self.slots.save_drafts(longest - 1, self.backbone.vocab_size, self.rounds.width)
-        self.policy, self._saved = policy, None
+        self.policy, self._saved.plan = policy, None
         self.rounds = replace(self.rounds, pruning=getattr(policy, "pruning", None))
         self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns
         self._hears = self._asks and {p.lookup for p in policy.plans} == {False, True}
@@ -116,18 +116,6 @@ class Session:
         """Whether other plans and texts of this length fit."""
         rows = max(p.rows for p in policy.plans)
         return rows <= self.cache.tail and capacity <= self.cache.capacity and verify == self.chooser.verify
-
-    def _require(self, policy: Policy) -> None:
-        """Refuse what the mask path was not trained for, and drafts that the verifier does not take."""
-        pruning = getattr(policy, "pruning", None)
-        for plan in policy.plans:
-            self.chooser.require(plan)
-            if plan.adapter >= len(self.bodies):
-                raise ValueError(f"adapter={plan.adapter}: {len(self.bodies)} are loaded, counted from 0")
-            path = self.bodies[plan.adapter].path
-            plan.require(getattr(path, "config", None))
-            if pruning is not None and plan.chain:
-                pruning.require(plan, path, self.chooser.draws)
 
     # ---- who runs
 
@@ -254,7 +242,7 @@ class Session:
 
     def _round(self) -> None:
         """Start a round, or two when none is on its way, and read the oldest."""
-        ahead = self.graphs.enabled and self._arranged().key is not None
+        ahead = self._ahead
         while self._flights and (not ahead or self._rounds_ahead() > 1):  # what the host chooses waits for all of them
             self._land()
         if self._unfinished():
@@ -263,6 +251,11 @@ class Session:
                 self._start()
         if self._flights:
             self._land()
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether rounds are started before the last one is read."""
+        return self.graphs.enabled and self._arranged().key is not None
 
     def _rounds_ahead(self) -> int:
         """Rounds that are on their way."""
@@ -292,12 +285,15 @@ class Session:
         size = plan.block_size
         if not self.graphs.enabled:  # a graph has one shape; elsewhere rows cost, and nobody can take more
             size = min(size, max(r.max_new_tokens - len(r.output) for r in running))
-        redraft = plan != self._saved
+        resumed = plan == self._saved.plan
+        redraft = not resumed or self._saved.lacking(running, self.seats.new, self._ahead)
         frame = self._frame(range(len(requests)), plan.rows)
         self.slots.write()
+        if plan.overlap and not resumed:
+            self.slots.ready.zero_()
         given = rows.given(IDLE)
         result, warm = launch(self.rounds, self.graphs, key, plan, frame, size, redraft, given, clock)
-        self._saved = plan if plan.overlap else None
+        self._saved.plan = plan if plan.overlap else None
         drafts = self.rounds.drafted(plan) if redraft and size > 1 else 0.0
         result, arrived = sent(result)
         new, reach = self.seats.fresh(), result.shape[1] - 2
@@ -308,12 +304,12 @@ class Session:
         if not self._asks:
             return Assignment((), self.policy.plans[0])
         ahead = [f.reach for f in self._flights if f.assignment is not None]
-        views = rows.views(self.cache.lengths, sum(ahead), self._saved is not None)
+        views = rows.views(self.cache.lengths, sum(ahead), self._saved.plan is not None)
         views.idle, views.hurry = self.door.held + len(self.joining), self.graphs.enabled and not ahead
         views.ready = self._ready if self.graphs.enabled else None
         assignment = together(self.policy.round(views))
         views.ready = None  # or views that are kept would hold the session
-        dropped = self._saved not in (None, assignment.plan)  # what was saved
+        dropped = self._saved.plan not in (None, assignment.plan)  # what was saved
         return Assignment(views.without_drafts(), assignment.plan) if dropped else assignment
 
     def _ready(self, plan: Plan) -> bool:
@@ -340,10 +336,11 @@ class Session:
         if planned is not None:
             if planned.views and landed.kept:  # in large batches somebody has left since every other round
                 emitted, gone, ready = landed.told(flight)
-                known = Assignment(Views.of(planned.views).found(self._drafted).heard(landed.copied), planned.plan)
+                views = Views.of(planned.views).found(self._saved.whose, flight.drafts > 0)
+                known = Assignment(views.heard(landed.copied), planned.plan)
                 seconds = sum(laps.values())
                 self.policy.observe(known, emitted, seconds, gone, ready, cold=not flight.warm)
-            self._drafted = landed.drafted
+            self._saved.whose = landed.drafted
         for r in landed.ended:
             self._leave(r)
 
@@ -356,7 +353,8 @@ class Session:
             left = [r.max_new_tokens - max(1, len(r.output)) for r in through]
             which, budget = onto([[slot_of(r) for r in through], left], self.slots.left.device)
             self.slots.left[which] = budget
-            self._saved = None
+            self.slots.ready.index_fill_(0, which, False)
+            self._saved.joined(through)
             for r in through:
                 self.seats.start(r, self._hears and self.taken <= FEW)
         for r, count in run:

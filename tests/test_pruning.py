@@ -214,7 +214,7 @@ def test_saved_drafts_keep_what_the_heads_said_of_them(monkeypatch):
     session = session_of("adaflash", Plan("overlap", B, groups=2), 1, body=Backbone(model_of(), own))
     run(session, [Request(PROMPT, N)])
     assert len(told) > 3  # the last rounds had no room for drafts
-    for (hit, hidden), (sure, lengths) in zip(states, told):
+    for (hit, hidden), (sure, lengths) in zip(states, told[1:]):  # nothing was saved before the first
         torch.testing.assert_close(sure, heads.confidence(own.heads, hidden))
         torch.testing.assert_close(lengths, heads.lengths(own.heads, hidden))
         assert hit.shape == (1,)

@@ -4,7 +4,9 @@ A group stands for one way the verification can end: at its node, and, where slo
 the bonus. One group for every node is FlexDraft's parallel mode (arXiv 2605.20022), TiDAR's (arXiv 2511.08923) and
 NLD's quadratic layout (arXiv 2607.05722). Rows cost, so `keep` prunes them to the most probable ends, and `branches`
 takes RecGuide's few (github.com/linyewei526/Nemotron-Labs-Diffusion): the second candidate at the first risky
-positions, and a continuation. A verification that ends elsewhere is a miss, after which a sequential draft follows.
+positions, and a continuation. A verification that ends elsewhere is a miss, after which a sequential draft follows: a
+pass for the batch, from which those take their drafts that have none (`selfspec.saved`). Rounds that graphs replay are
+started before a miss is read; there it costs a round that verifies the anchor alone, whose groups draft again.
 Which groups are kept decides no token and no q, so any estimate will do, at every temperature. Static shapes, no host
 reads.
 """

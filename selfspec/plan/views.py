@@ -21,7 +21,8 @@ class View:
         context: committed positions.
         left: tokens that it may still emit.
         saved: whether an overlapped round left it a draft.
-        missed: an overlapped round left it none, and none is made: its next round verifies nothing but the anchor.
+        missed: an overlapped round left it none, and none is made, as the round was started before anybody knew: it
+            verifies nothing but the anchor.
         lookup: tokens that its own text suggests; None where nobody looked.
         feature: how hard its text is, see `Estimator.curves`; None where it is not known.
     """
@@ -135,12 +136,18 @@ class Views(Sequence[View]):
         """What was saved is dropped."""
         return replace(self, saved=[], missed=[])
 
-    def found(self, drafted: Collection[int]) -> Views:
-        """Whether a saved draft was really there nobody knew when the round started. drafted: ids of whom it was."""
+    def found(self, drafted: Collection[int], made: bool = False) -> Views:
+        """Whether a saved draft was really there nobody may have known when the round started.
+
+        Args:
+            drafted: ids of whom it was.
+            made: for the others one was made.
+        """
         if not any(self.saved):
             return self
         saved = [s and id(key) in drafted for s, key in zip(self.saved, self.keys, strict=True)]
-        return replace(self, saved=saved, missed=[s and not there for s, there in zip(self.saved, saved)])
+        missed = [] if made else [s and not there for s, there in zip(self.saved, saved)]
+        return replace(self, saved=saved, missed=missed)
 
     def heard(self, copied: Mapping[int, Sequence[int]]) -> Views:
         """The same, and what was heard of rounds of lookup along the texts. copied: by id of the request."""

@@ -1,0 +1,95 @@
+"""Saved drafts belong to their requests: who joins has none, who missed gets one, the others keep theirs."""
+
+import pytest
+import torch
+from test_replay import Replayed
+from tiny import PROMPT, RAGGED, model_of, path_of, reference, run
+
+from selfspec.backbone import Backbone
+from selfspec.plan import Plan
+from selfspec.saved import Saved
+from selfspec.session import Request, Session
+
+B, N = 5, 24
+
+
+def watched(plan, slots=2, graphs=False, **path):
+    """A session, and what its rounds draft from: [rows, T, V] logits of each."""
+    model = model_of()
+    session = Session(Backbone(model, path_of(model, 0.3, **path)), plan, slots, 64, graphs=graphs)
+    seen, tree = [], session.chooser.tree
+
+    def noted(requests, anchor, start, logits, *rest):
+        seen.append(logits.clone())
+        return tree(requests, anchor, start, logits, *rest)
+
+    session.chooser.tree = noted
+    return session, seen
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("mode", ["overlap", "overlap+tree"])
+def test_who_joins_leaves_the_others_their_drafts(mode, graphs):
+    """The first round of a request made every other one's draft anew."""
+    session, seen = watched(Plan(mode, B, 8), graphs=Replayed(replay=False) if graphs else False)
+    requests = [Request(p, N) for p in RAGGED[:2]]
+    session.add(requests[:1])
+    for _ in range(3):
+        session.step()
+    session.add(requests[1:])
+    while session.joining:
+        session.step()
+    assert session.slots.ready.tolist() == [True, False]
+    kept, before = session.slots.saved.clone(), len(seen)
+    session.step()
+    first = seen[before]
+    assert torch.equal(first[0], kept[0]) and not torch.equal(first[1], kept[1])
+    run(session, [])
+    assert [r.output for r in requests] == reference(model_of(), RAGGED[:2], N)
+
+
+@pytest.mark.parametrize("heads", [(), ("calibrator", "confidence", "length"), ("markov", "calibrator")])
+def test_after_a_miss_a_draft_is_made_and_the_others_keep_theirs(heads):
+    """A miss verified the anchor alone."""
+    session, seen = watched(Plan("overlap", B, groups=1), 3, heads=heads)
+    requests = [Request(p, N) for p in RAGGED]
+    session.add(requests)
+    session.step()
+    mixed = 0
+    while session.active:
+        ready, kept, before = session.slots.ready.clone(), session.slots.saved.clone(), len(seen)
+        rows = [r.slot for r in session.active]
+        drafts = [session._shares._drafts]
+        session.step()
+        if len(seen) == before or rows != [0, 1, 2]:
+            continue
+        there = ready[:3].tolist()
+        for i, one in enumerate(seen[-1]):
+            assert torch.equal(one, kept[i, : len(one)]) == there[i]
+        assert (session._shares._drafts > drafts[0]) == (not all(there))
+        mixed += any(there) and not all(there)
+    assert mixed and [r.output for r in requests] == reference(model_of(), RAGGED, N)
+
+
+def test_a_slot_tells_nothing_of_whoever_held_it_before():
+    """A request that came into the place of one with a draft would have verified that one's."""
+    session, _ = watched(Plan("overlap", B), 1)
+    session.add([Request(PROMPT, 20)])
+    for _ in range(3):
+        session.step()
+    assert session.slots.ready[0]
+    session.cancel(session.active[0])
+    session.add([second := Request(RAGGED[1], N)])
+    session.step()
+    assert not session.slots.ready[0] and id(second) not in session._saved.whose
+    run(session, [])
+    assert second.output == reference(model_of(), RAGGED[1:2], N)[0]
+
+
+def test_what_the_host_knows():
+    a, b, saved = Request([1], 1), Request([2], 1), Saved()
+    saved.whose = {id(a)}
+    assert not saved.lacking([a], [], False) and saved.lacking([a, b], [], False)
+    assert not saved.lacking([a, b], [], True) and saved.lacking([a, b], [b], True)
+    saved.joined([a])
+    assert saved.lacking([a], [], False)
