@@ -207,7 +207,7 @@ class Arena:
             if good:
                 told = replace(assignment, views=tuple(views[i] for i in good))
                 self.recorder.note(told, [before[i] for i in good], [emitted[i] for i in good])
-            fresh = assignment.plan.overlap and not any(v.saved or v.missed for v in views)
+            fresh = assignment.plan.overlap and not all(v.saved or v.missed for v in views)  # with a draft pass
             if seconds is not None and not fresh:
                 self.spent[assignment.plan, len(views)].append(seconds)
 

@@ -1,13 +1,18 @@
 """The simulator: policies without a machine, checked by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from test_planner import AR, costs, texts
+from test_planner import AR, LAYERS, costs, texts
 
 from selfspec.plan import Plan
-from selfspec.plan.estimate import Family
+from selfspec.plan.cost import Costs
+from selfspec.plan.estimate import DEPTH, Family, families
 from selfspec.plan.policy import Fixed
-from selfspec.plan.simulate import Trace, of_stats, simulate
+from selfspec.plan.simulate import Trace, bernoulli, of_stats, simulate
+from selfspec.plan.table import LatencyTable
+from selfspec.plan.value import Values
 from selfspec.plan.views import Assignment, Views
 from selfspec.stats import Stats
 
@@ -33,10 +38,30 @@ def test_simulated_overlap_by_hand():
     verify, draft = 0.5 * 1.4 + 0.5 * (1 + 0.1 * 20), 0.5 * 1.4
     assert every.ms == pytest.approx(5 * verify + draft)
     one = simulate(Fixed(Plan("overlap", 4, groups=1)), table, [trace])
-    # only runs of 0 have a group: the first round's 1 is a miss, so the next verifies the anchor alone, which leaves a
-    # draft; all later runs are of 0
+    # only runs of 0 have a group: rounds of made drafts, 2 tokens each, and with one left the end
+    assert sorted(one.accepted.elements()) == [1, 2, 2, 2, 2]
+    assert one.ms == pytest.approx(5 * (0.5 * 1.4 + 0.5 * (1 + 0.1 * 8) + draft))
+
+
+def test_simulated_misses_of_graphs_cost_a_round_of_the_anchor():
+    """Rounds are started ahead: that a draft is missing is known too late to make one."""
+    eager = costs(0.1, entry=15)
+    table = Costs(LatencyTable(tuple(replace(p, graph=True) for p in eager.table.points), LAYERS), (15,))
+    trace = Trace(10, 9, {Family("known"): np.full(9, 1), Family("hidden"): np.zeros(9, int)})
+    one = simulate(Fixed(Plan("overlap", 4, groups=1)), table, [trace])
+    # the first round's 1 is a miss, so the next verifies the anchor alone, which leaves a draft; later runs are of 0
     assert sorted(one.accepted.elements()) == [1] * 7 + [2]
-    assert one.ms == pytest.approx(8 * (0.5 * 1.4 + 0.5 * (1 + 0.1 * 8)) + draft)
+    assert one.ms == pytest.approx(8 * (0.5 * 1.4 + 0.5 * (1 + 0.1 * 8)) + 0.5 * 1.4)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_simulated_requests_that_join_leave_the_others_their_drafts(graphs):
+    eager = costs(0.1, entry=15)
+    table = Costs(LatencyTable(tuple(replace(p, graph=graphs) for p in eager.table.points), LAYERS), (15,))
+    runs = {Family("known"): np.zeros(9, int), Family("hidden"): np.full(9, 1)}
+    out = simulate(Fixed(Plan("overlap", 4)), table, [Trace(10, 4, runs), Trace(10, 9, runs), Trace(10, 1, runs)], 2)
+    # both: 1, then 2, 2 of saved drafts, the first ended by its last one; the third joins: 1; the second alone: 2
+    assert dict(out.accepted) == {1: 4, 2: 5} and out.rounds == 9
 
 
 def test_simulated_slots_are_refilled_from_the_queue():
@@ -99,3 +124,20 @@ def test_counted_lengths_make_a_trace():
         stats.count(k)
     out = simulate(Fixed(Plan("sequential", 8)), costs(0.0), [of_stats(stats, Family("known"), 4000)])
     assert out.tau == pytest.approx(stats.tau, rel=0.05)
+
+
+def test_a_miss_is_estimated_to_cost_what_it_does():
+    """After one, the estimate told of a round of one token, and rounds were taken to draft for nobody."""
+    eager, plan = costs(0.1, entry=15), Plan("overlap", 8, groups=2)
+    table = Costs(LatencyTable(eager.table.points, LAYERS), (15,))
+    made, saved = families(plan)
+    rates = {made: 0.7, saved: 0.6}
+    values = Values([AR, plan], {families(AR)[0]: 0, made: 0, saved: 1}, table)
+    survival = np.cumprod(np.array([[[rates[f]] * DEPTH] for f in (made, saved)]), 2)
+    tokens, hit = values.tokens(survival, np.array([1 << 30]), np.array([DEPTH]))
+    out = simulate(Fixed(plan), table, [bernoulli(rates, 4000)])
+    assert tokens[0, 1] == pytest.approx(out.tau, rel=0.05)
+    assert values.ms(np.array([1]), 512, hit)[1, 0] == pytest.approx(out.ms / out.rounds, rel=0.05)
+    alone, many = values.ms(np.array([1, 64]), 512, hit)[1] - values.ms(np.array([1, 64]), 512, np.ones(2))[1]
+    whole = table.parts(plan, 64, 512)[1]
+    assert alone == pytest.approx((1 - hit[1]) * whole[1]) and many == pytest.approx(whole[64], rel=1e-3)

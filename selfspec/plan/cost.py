@@ -73,10 +73,11 @@ class Costs:
             plan: its shape.
             n: requests.
             context: their mean committed positions.
-            missed: overlap only, requests without a saved draft, for which one is made; by default all.
+            missed: overlap only, requests without a saved draft for which one is made, in a pass for all; by default
+                all.
         """
         verify, draft = self.parts(plan, n, context)
-        return float(verify[n] + draft[n if missed is None or not plan.overlap else missed])
+        return float(verify[n] + draft[0 if plan.overlap and missed == 0 else n])
 
 
 def most_of(n: int) -> int:

@@ -130,7 +130,7 @@ class Priced(Costs):
 
     def __init__(self, table: LatencyTable, entries: tuple[int, ...], rounds: Sequence[tuple[Plan, int, float, float]]):
         super().__init__(table, entries)
-        self.graphs, self.beyond = captured(table), dict[Any, dict[int, list[float]]]()
+        self.beyond: dict[Any, dict[int, list[float]]] = {}
         for plan, n, context, ms in rounds:
             rest = ms - super().round(plan, n, context, 0)
             for key in (plan, plan.mode, plan.nodes > 1):
@@ -138,7 +138,7 @@ class Priced(Costs):
 
     def _rows(self, n: int) -> int:
         """Requests that the forward of n is as large as."""
-        return 1 << (n - 1).bit_length() if self.graphs else n
+        return 1 << (n - 1).bit_length() if self.table.graphs else n
 
     def extra(self, plan: Plan, n: int) -> float:
         """Milliseconds beside the forwards of a round of n requests."""
@@ -152,11 +152,6 @@ class Priced(Costs):
         """As `Costs.round`, and what it takes beside forwards; never less than a tenth of those."""
         forwards = super().round(plan, n, context, missed)
         return max(forwards + self.extra(plan, n), 0.1 * forwards)
-
-
-def captured(table: LatencyTable) -> bool:
-    """Whether rounds are CUDA graphs there: of powers of two requests, and started before the last one is read."""
-    return any(p.graph for p in table.points)
 
 
 def usable(traces: Sequence[Trace], plans: Sequence[Plan]) -> list[Trace]:
@@ -195,5 +190,5 @@ def replayed(record: Record, costs: Costs, plan: Plan, slots: int, start: int, t
     """
     texts = record.texts([plan], slots, start, tokens)
     # a session reads of an end when the next round has begun, with graphs the one after it too; then comes the prefill
-    lag = 1 + captured(record.table)
+    lag = 1 + record.table.graphs
     return simulate(Fixed(plan), costs, texts, slots, drain=False, tokens=tokens, lag=lag, door=door)

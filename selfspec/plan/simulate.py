@@ -296,9 +296,10 @@ def simulate(
             raise ValueError("a policy has to give every running request one plan")
         for a in assignments:
             group = [by_key[v.key] for v in a.views]
-            drafted = not a.plan.overlap or any(r.last != a.plan for r in group)  # for all, whatever they had
-            if drafted and any(v.saved or v.missed for v in a.views):
-                a = replace(a, views=tuple(replace(v, saved=False, missed=False) for v in a.views))
+            new = [not a.plan.overlap or r.last != a.plan for r in group]  # who surely has no draft
+            if any(new) and any(v.saved or v.missed for v in a.views):  # one is made for those that missed too
+                kept = zip(a.views, new, strict=True)
+                a = replace(a, views=tuple(replace(v, saved=v.saved and not n, missed=False) for v, n in kept))
             ms = costs.round(a.plan, len(a.views), a.context, sum(not v.saved and not v.missed for v in a.views))
             ms *= float(np.exp(noise * rng.standard_normal())) if noise else 1.0
             shape = a.plan, (len(a.views) - 1).bit_length()
@@ -308,7 +309,7 @@ def simulate(
             out.plans[a.plan] = out.plans.get(a.plan, 0.0) + ms
             for r, v in zip(group, a.views, strict=True):
                 r.saved, r.missed = v.saved, v.missed
-            emitted = [_step(r, a.plan, room) for r, room in zip(group, a.offered, strict=True)]
+            emitted = [_step(r, a.plan, room, costs.table.graphs) for r, room in zip(group, a.offered, strict=True)]
             out.tokens, out.rounds = out.tokens + sum(emitted), out.rounds + len(emitted)
             out.accepted.update(emitted)
             if len(active) <= hears and all(r.trace.knows(LOOKUP) for r in group):
@@ -326,15 +327,17 @@ def simulate(
     return out
 
 
-def _step(r: _Running, plan: Plan, room: int) -> int:
-    """One request's part of a round. Returns the tokens that it emits."""
+def _step(r: _Running, plan: Plan, room: int, ahead: bool) -> int:
+    """One request's part of a round. Returns the tokens that it emits.
+
+    ahead: the next round starts before this one is read, so that after a miss no draft is made for it."""
     made, saved = families(plan)
     family, accepted = saved if r.saved else made, 0
     if room:
         accepted = min(r.trace.at(family, r.emitted), room)
     r.saved = plan.overlap and _kept(r, plan, accepted)
     r.emitted, r.rounds = r.emitted + accepted + 1, r.rounds + 1
-    r.missed, r.last = plan.overlap and not r.saved, plan
+    r.missed, r.last = ahead and plan.overlap and not r.saved, plan
     return accepted + 1
 
 

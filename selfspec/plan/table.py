@@ -41,12 +41,17 @@ class LatencyTable:
     asked: int = 0
 
     @cached_property
+    def graphs(self) -> bool:
+        """Whether rounds are CUDA graphs there: of powers of two requests, and started before the last one is read."""
+        return any(p.graph for p in self.points)
+
+    @cached_property
     def _surfaces(self) -> dict[tuple[str, int], Surface]:
         cells: dict[tuple[str, int], dict[tuple[int, int, int], float]] = {}
         for p in self.points:
             if p.kind != "overlap":
                 cells.setdefault((p.kind, p.entry), {})[p.requests, p.rows, p.context] = p.ms
-        steps = any(p.graph for p in self.points)
+        steps = self.graphs
         clean = Surface(cells.pop(("clean", 0)), steps)
         like = {"draft": clean}
         return {("clean", 0): clean, **{k: Surface(c, steps, like.get(k[0])) for k, c in cells.items()}}

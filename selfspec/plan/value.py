@@ -47,7 +47,10 @@ class Values:
         self._parts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def tokens(self, survival: np.ndarray, left: np.ndarray, offers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What a round emits, and how often an overlap finds a draft saved: where it does not, it emits one token.
+        """What a round emits, and how often an overlap finds a draft saved.
+
+        Where it does not, one is made; of rounds that graphs replay, which start before anybody knows, only the anchor
+        is verified, and one token emitted.
 
         Args:
             survival: [F, n, DEPTH] the chance that draft j and all before it are accepted.
@@ -70,7 +73,8 @@ class Values:
         if len(self.overlaps):
             chance = self.kept(survival)
             o = self.overlaps
-            tokens[o] = 1 + chance * (upto[self.saved[o][:, None], at, room[o]] - 1)
+            found = upto[self.saved[o][:, None], at, room[o]]
+            tokens[o] = chance * found + (1 - chance) * (1.0 if self.costs.table.graphs else tokens[o])
             hit[o] = chance.sum(1) / n
         return self.whole(tokens.T), hit
 
@@ -120,11 +124,14 @@ class Values:
     def ms(self, counts: np.ndarray, context: float, hit: np.ndarray) -> np.ndarray:
         """Expected milliseconds of a round of so many requests, each count for itself. [C] -> [K, C]
 
-        Where a request has joined, an overlap is drafted for as if it came after other plans.
+        Where a request has joined, an overlap is drafted for as if it came after other plans; and where one has no
+        draft, if that is known when the round starts. hit: [K] of `tokens`
         """
         verify, draft = self._costs(int(counts.max()), context)
         out = verify[:, counts] + draft[:, counts]
-        out[self.overlaps] -= (1 - self.joins) * draft[self.overlaps][:, counts]
+        o = self.overlaps
+        spared = np.ones((len(o), 1)) if self.costs.table.graphs else hit[o][:, None] ** counts
+        out[o] -= (1 - self.joins) * spared * draft[o][:, counts]
         return out
 
     def _costs(self, n: int, context: float) -> tuple[np.ndarray, np.ndarray]:
