@@ -75,6 +75,7 @@ def result(m: Measured, all_of_them: list[Measured]) -> dict[str, Any]:
             "tpf": stats.tpf,
             "rounds": stats.rounds,
             "drafts": stats.drafts,
+            "overlap": stats.overlap,
             "accepted": accepted,
             "ceiling": ceiling,
             "at_ceiling": stats.accepted[ceiling] / stats.rounds if stats.rounds else 0.0,

@@ -18,7 +18,7 @@ from selfspec.model import SelfSpecModel
 from selfspec.options import Chosen, Sampled, check_modes, load_model
 from selfspec.past import FIELD, Past
 from selfspec.prompts import Message
-from selfspec.stats import Stats
+from selfspec.stats import Stats, rates
 from selfspec.terminal import refuse, refusing, say
 
 
@@ -41,11 +41,12 @@ class Answer:
     past: Past | None = None
 
     def line(self) -> str:
-        """Tau, forwards and time, for a person."""
+        """Tau, rates of overlapped rounds, forwards and time, for a person."""
         s = self.stats
         forwards = f"{s.rounds} verify + {s.drafts:.1f} draft forwards"
         ms = 1e3 * self.decode / s.tokens if s.tokens else 0.0
-        return f"tau {s.tau:.2f}, {s.tokens + 1} tokens from {forwards}, {ms:.1f} ms/token, {self.whole:.1f} s in all"
+        tau = f"tau {s.tau:.2f}{rates(s.overlap)}"
+        return f"{tau}, {s.tokens + 1} tokens from {forwards}, {ms:.1f} ms/token, {self.whole:.1f} s in all"
 
 
 class Clock(BaseStreamer):

@@ -80,6 +80,7 @@ class Run:
             "tau": total(self.stats).tau,
             "mean_tau": mean_tau(self.stats),
             "tpf": total(self.stats).tpf,
+            "overlap": total(self.stats).overlap,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
         }
@@ -201,6 +202,7 @@ def report(runs: list[Run], tokenizer: Any, facts: dict[str, Any], complete: boo
         "tau": total(stats).tau,
         "mean_tau": mean_tau(stats),
         "tpf": total(stats).tpf,
+        "overlap": total(stats).overlap,
         "first_mismatches": [describe(*item, tokenizer) for item in found if item[0].role == "run"],
         "runs": [r.to_dict() for r in mine],
         "reference": [r.to_dict() for r in runs if r.role == "reference"],

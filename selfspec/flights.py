@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -27,6 +28,7 @@ class Flight:
     assignment: Assignment | None = None  # of a round
     warm: bool = False  # nothing was compiled or captured for it
     drafts: float = 0.0  # forwards that drafted for each request
+    resumed: bool = False  # drafts that the round before had saved were verified
     new: list[Request] = field(default_factory=list)  # those whose first round it is
 
 
@@ -65,12 +67,13 @@ class Landed:
         return emitted, gone, ready
 
 
-def read(flight: Flight, lengths: list[int]) -> Landed:
+def read(flight: Flight, lengths: list[int], whose: Collection[int] = ()) -> Landed:
     """Hand every request its tokens.
 
     Args:
         flight: has arrived.
         lengths: committed positions by slot; they grow.
+        whose: ids of requests that the round before left a draft.
     """
     out, verified = Landed(flight.result.tolist()), flight.assignment is not None
     plain = flight.assignment is not None and flight.assignment.plan.nodes == 1
@@ -96,8 +99,9 @@ def read(flight: Flight, lengths: list[int]) -> Landed:
                     r.stats.accepted[1] -= 1
             elif kept or r.failure is None:  # otherwise it emitted nothing: no round of its own
                 r.stats.count(len(kept))
+                if saves:
+                    r.stats.hang(bool(row[-1]), flight.resumed and flight.reach > 1 and id(r) in whose)
                 if saves and row[-1]:
-                    r.stats.saved += 1
                     out.drafted.add(id(r))
         if r.finish_reason is not None:
             out.ended.append(r)

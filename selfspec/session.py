@@ -297,7 +297,9 @@ class Session:
         drafts = self.rounds.drafted(plan) if redraft and size > 1 else 0.0
         result, arrived = sent(result)
         new, reach = self.seats.fresh(), result.shape[1] - 2
-        self._flights.append(Flight(requests, result, arrived, clock, reach, running, assignment, warm, drafts, new))
+        self._flights.append(
+            Flight(requests, result, arrived, clock, reach, running, assignment, warm, drafts, resumed, new)
+        )
 
     def _plan(self, rows: Rows) -> Assignment:
         """What the policy wants for the next round, which is one for all."""
@@ -331,7 +333,7 @@ class Session:
                 if r.slot is not None:
                     self._shares.enter(r.stats)
             self._shares.add(planned.plan.nodes == 1, flight.drafts, laps, len(flight.ran))
-        landed = read(flight, self.cache.lengths)
+        landed = read(flight, self.cache.lengths, self._saved.whose)
         self._landed += landed.kept
         if planned is not None:
             if planned.views and landed.kept:  # in large batches somebody has left since every other round

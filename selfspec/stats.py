@@ -14,7 +14,9 @@ class Stats:
     Attributes:
         accepted: how many rounds emitted k tokens, bonus included, the prefill's token excluded, cut at EOS and cap.
         drafts: draft forwards, in units of a full-depth forward (a draft from layer e of L costs (L - e) / L).
-        saved: rounds whose verification drafted for the outcome that came, so that the next needs no draft pass.
+        hung: overlapped rounds, whose verification drafted.
+        saved: those of them that drafted for the outcome that came, so that the next needs no draft pass.
+        reused: those of them that themselves began with a draft that was saved.
         prompt_tokens: tokens prefilled.
         seconds: time spent in "prefill", "draft", "verify" and "rest", or in a "round" that one graph holds; requests
             that share a forward share its time.
@@ -25,7 +27,9 @@ class Stats:
 
     accepted: Counter[int] = field(default_factory=Counter)
     drafts: float = 0.0
+    hung: int = 0
     saved: int = 0
+    reused: int = 0
     prompt_tokens: int = 0
     seconds: Counter[str] = field(default_factory=Counter, compare=False)
 
@@ -56,15 +60,38 @@ class Stats:
         reached = [sum(n for k, n in self.accepted.items() if k > j) for j in range(max(self.accepted, default=1))]
         return [after / before for before, after in pairwise(reached)]
 
+    @property
+    def overlap(self) -> dict[str, float]:
+        """Rates of overlapped rounds; empty where none ran.
+
+        "hit" is the share of them that left a draft, "reuse" the share that began with one, and "saved" the share of
+        all rounds, of whatever mode, that did.
+        """
+        if not self.hung:
+            return {}
+        return {
+            "hit": self.saved / self.hung,
+            "reuse": self.reused / self.hung,
+            "saved": self.reused / max(self.rounds, 1),  # plain rounds are booked as a request leaves
+        }
+
     def count(self, emitted: int) -> None:
         """Book one round that emitted so many tokens."""
         self.accepted[emitted] += 1
+
+    def hang(self, left: bool, began: bool) -> None:
+        """Book of an overlapped round whether it left a draft, and whether it began with one."""
+        self.hung += 1
+        self.saved += left
+        self.reused += began
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(
             _sum(self.accepted, other.accepted),
             self.drafts + other.drafts,
+            self.hung + other.hung,
             self.saved + other.saved,
+            self.reused + other.reused,
             self.prompt_tokens + other.prompt_tokens,
             _sum(self.seconds, other.seconds),
         )
@@ -115,6 +142,11 @@ def mean_tau(stats: list[Stats]) -> float:
     """Mean over responses of each one's tau, leaving out those that never reached a round."""
     taus = [s.tau for s in stats if s.rounds]
     return sum(taus) / len(taus) if taus else 0.0
+
+
+def rates(overlap: dict[str, float]) -> str:
+    """`Stats.overlap` as it follows tau in a line for a person; nothing where no round overlapped."""
+    return "".join(f", {name} {rate:.2f}" for name, rate in overlap.items())
 
 
 def _sum(a: Counter, b: Counter) -> Counter:

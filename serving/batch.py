@@ -25,7 +25,7 @@ from selfspec.serving.output import Output, apart, resumable
 from selfspec.serving.params import Builder, merged, stops_of
 from selfspec.serving.source import Job, jobs
 from selfspec.serving.ticket import Ticket
-from selfspec.stats import Stats
+from selfspec.stats import Stats, rates
 from selfspec.terminal import Progress, say
 
 
@@ -260,9 +260,9 @@ def answer_all(run: Any, source: Iterable[Job], out: Output, progress: Progress,
 
 
 def note_of(stats: Stats) -> str:
-    """Tau, and the share of first drafts that were accepted."""
+    """Tau, the share of first drafts that were accepted, and the rates of overlapped rounds."""
     first = stats.acceptance[0] if stats.acceptance else 0.0
-    return f"tau {stats.tau:.2f}, acceptance {first:.2f}" if stats.rounds else ""
+    return f"tau {stats.tau:.2f}, acceptance {first:.2f}{rates(stats.overlap)}" if stats.rounds else ""
 
 
 def recorded(model: SelfSpecModel, settings: BatchOptions, mark: str | None, ordered: bool) -> dict[str, Any]:

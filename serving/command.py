@@ -18,6 +18,7 @@ import typer
 from selfspec import options
 from selfspec.options import FAST, PLAIN, Chosen, MaxNewTokens, Mode, Sampled, System, chosen, load_model
 from selfspec.serving.appender import OutputError
+from selfspec.stats import rates
 from selfspec.terminal import refuse, refusing, say
 
 
@@ -115,8 +116,9 @@ def summary(counts: dict[str, Any], target: str) -> str:
         return rows
     first = e["acceptance"][0] if e["acceptance"] else 0.0
     return (
-        f"{rows}\n{e['tokens_per_second']:,.0f} tokens/s, tau {e['tau']:.2f}, acceptance {first:.2f}, "
-        f"KV memory {e['memory']['peak'] / 2**20:,.0f} MiB, {e['preemptions']} preemptions, {e['seconds']:.1f} s"
+        f"{rows}\n{e['tokens_per_second']:,.0f} tokens/s, tau {e['tau']:.2f}, acceptance {first:.2f}"
+        f"{rates(e['overlap'])}, KV memory {e['memory']['peak'] / 2**20:,.0f} MiB, {e['preemptions']} preemptions, "
+        f"{e['seconds']:.1f} s"
     )
 
 

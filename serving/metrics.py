@@ -99,6 +99,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "rounds": engine.rounds,
         "tau": m.stats.tau,
         "tpf": m.stats.tpf,
+        "overlap": m.stats.overlap,
         "acceptance": m.stats.acceptance,
         "accepted": {str(k): n for k, n in sorted(m.stats.accepted.items())},
         "phase_seconds": dict(m.stats.seconds),
@@ -143,6 +144,8 @@ class Collector:
             "kv_reserved_bytes": ("Memory of keys and values.", s["memory"]["reserved"]),
             "kv_budget_bytes": ("Memory that keys and values may take.", s["memory"]["budget"]),
             "tau": ("Tokens that a verified round emits, over all ended requests.", s["tau"]),
+            "overlap_hits": ("Share of overlapped rounds that left a draft.", s["overlap"].get("hit", 0.0)),
+            "overlap_reuse": ("Share of overlapped rounds that began with a draft.", s["overlap"].get("reuse", 0.0)),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(f"selfspec_{name}", text, value=value)

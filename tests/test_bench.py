@@ -43,6 +43,7 @@ def test_one_report_holds_every_setting(tmp_path, model, adapter):
         assert ar["match_rate_to_ar"] == sequential["match_rate_to_ar"] == hf["match_rate_to_ar"] == 1
         assert ar["tau"] == ar["tpf"] == 1 and sequential["tau"] >= 1 and "tau" not in half
         assert {"ar", "hf", "hf-bfloat16"} <= set(ar["speedup"]) and ar["speedup"]["ar"]["median"] == 1
+        assert sequential["overlap"] == ar["overlap"] == {} and "overlap" not in hf
         assert sequential["ceiling"] == 4 and sum(sequential["accepted"].values()) == sequential["rounds"]
         assert {"draft", "verify", "rest", "between"} <= set(sequential["round_ms"]) and "round_ms" not in hf
         for r in (ar, sequential, hf, half):

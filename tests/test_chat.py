@@ -106,6 +106,8 @@ def test_the_end_of_input_ends_the_chat(folder, adapter):
 def test_an_answer_counts_its_forwards(model):
     answer = respond(model, [{"role": "user", "content": "w7"}], Settings(cap=10), show=False)
     s = answer.stats
+    s.hung, s.saved, s.reused = 4, 3, 2
+    assert f"tau {s.tau:.2f}, hit 0.75, reuse 0.50, saved {2 / s.rounds:.2f}, " in answer.line()
     assert s.rounds >= 1 and s.tokens <= 9 and s.drafts <= s.rounds and 0 <= answer.decode <= answer.whole
 
 

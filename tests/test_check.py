@@ -80,6 +80,7 @@ def test_a_single_run_reports_its_own_figures_and_every_mismatch(tmp_path, model
     assert result.exit_code == 0 and only["batch"] == 2 and data["prompts"] == 4 and data["first_mismatches"] == []
     for key in ("prompts", "tokens", "matched_prompts", "match_rate", "tau", "tpf"):
         assert data[key] == only[key] and data[key] > 0
+    assert data["overlap"] == only["overlap"] == {}
     assert data["matched_prompts"] == 4 and data["match_rate"] == 1
     monkeypatch.setattr(choose, "best", lambda scores: (scores.argmax(-1) + 1) % scores.shape[-1])
     result, data = run(tmp_path, *argv, "--limit", 4)

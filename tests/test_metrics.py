@@ -29,7 +29,7 @@ def test_a_snapshot_is_plain_json_and_adds_up(engine):
     assert s["tau"] >= 1 and s["prompt_tokens"] == 15 and s["latency_seconds"]["whole"]["count"] == 6
     assert s["latency_seconds"]["first"]["count"] == s["latency_seconds"]["wait"]["count"] == 5
     assert 0 < s["memory"]["peak"] <= s["memory"]["budget"] and s["peaks"]["running"] == 2
-    assert s["running"] == s["waiting"] == 0
+    assert s["running"] == s["waiting"] == 0 and s["overlap"] == {}
 
 
 def test_latencies_keep_a_bounded_number_of_samples():

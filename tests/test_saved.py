@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from decoding import oracle
 from test_replay import Replayed
 from tiny import PROMPT, RAGGED, model_of, path_of, reference, run
 
@@ -9,6 +10,7 @@ from selfspec.backbone import Backbone
 from selfspec.plan import Plan
 from selfspec.saved import Saved
 from selfspec.session import Request, Session
+from selfspec.stats import Stats, rates, total
 
 B, N = 5, 24
 
@@ -93,3 +95,30 @@ def test_what_the_host_knows():
     assert not saved.lacking([a, b], [], True) and saved.lacking([a, b], [b], True)
     saved.joined([a])
     assert saved.lacking([a], [], False)
+
+
+def test_rates_after_misses():
+    """A round begins with a draft where the one before it left one."""
+    session, _ = watched(Plan("overlap", B, groups=1), 3)
+    requests = [Request(p, N) for p in RAGGED]
+    session.add(requests)
+    ready, left, began = dict.fromkeys(requests, False), 0, 0
+    while session.active:
+        hung = {r: r.stats.hung for r in requests}
+        session.step()
+        for r in requests:
+            if r.stats.hung > hung[r]:
+                began += ready[r] and len(r.output) < N
+                ready[r] = r.slot is not None and bool(session.slots.ready[r.slot])
+                left += ready[r]
+    whole = total([r.stats for r in requests])
+    assert 0 < began < left < whole.hung == whole.rounds
+    assert began <= whole.reused <= left <= whole.saved <= left + len(requests)
+
+
+def test_rates_by_hand():
+    for r in oracle(2, 1 + 4 * 3, mode="overlap")[0]:  # four rounds; every end has a group
+        assert (r.stats.hung, r.stats.saved, r.stats.reused) == (4, 4, 3)
+        assert r.stats.overlap == {"hit": 1, "reuse": 0.75, "saved": 0.75}
+        assert rates((r.stats + r.stats).overlap) == ", hit 1.00, reuse 0.75, saved 0.75"
+    assert Stats().overlap == {} and rates({}) == ""
