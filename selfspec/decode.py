@@ -16,7 +16,8 @@ from selfspec import kernels, rows
 from selfspec.backbone import Backbone, Hidden
 from selfspec.cache import KVCache
 from selfspec.draft import DraftTree
-from selfspec.draft.block import guesses, states
+from selfspec.draft.block import guesses
+from selfspec.draft.block import states as one_pass
 from selfspec.draft.loop import Prefix
 from selfspec.draft.loop import propose as loop
 from selfspec.draft.overlap import Groups, attach
@@ -112,14 +113,19 @@ def draft(
     path,
     passes: int = 1,
     prefix: Prefix | None = None,
+    logits: Tensor | None = None,
+    states: Tensor | None = None,
 ) -> Draft:
-    """The size - 1 positions after the anchors, from one draft pass or a loop, whose passes keep a `prefix`."""
+    """The size - 1 positions after the anchors, from one draft pass or a loop, whose passes keep a `prefix`.
+
+    With logits [n, size - 1, V] and states [n, size - 1, d] of a draft that is there, of the loop's later passes."""
     features = slots.features[: frame.n] if backbone.n_features and slots.features is not None else None
     anchor, start = slots.anchor(frame.n), slots.start[: frame.n]
     if passes > 1:
-        looped = loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes, prefix)
+        first = None if logits is None or states is None else (logits, states)
+        looped = loop(backbone, cache, anchor, start, size, path, features, frame.n_keys, passes, prefix, first=first)
         return Draft(looped.logits, looped.states)
-    hidden = states(backbone, cache, anchor, start, size, path, features, frame.n_keys)
+    hidden = one_pass(backbone, cache, anchor, start, size, path, features, frame.n_keys)
     return Draft(guesses(backbone, hidden, path), hidden)
 
 

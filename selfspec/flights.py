@@ -29,6 +29,7 @@ class Flight:
     warm: bool = False  # nothing was compiled or captured for it
     drafts: float = 0.0  # forwards that drafted for each request
     resumed: bool = False  # drafts that the round before had saved were verified
+    made: bool = True  # whoever had no draft was made one
     new: list[Request] = field(default_factory=list)  # those whose first round it is
 
 

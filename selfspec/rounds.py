@@ -56,22 +56,22 @@ class Rounds:
         """Of its mask path, or None."""
         return getattr(body.path, "config", None)
 
-    @property
-    def width(self) -> int:
-        """Of the hidden states that saved drafts are conditioned from; 0 where none is."""
-        return self.bodies[0].config.hidden_size if any(map(self.condition, self.bodies)) else 0
+    def width(self, plans: list[Plan]) -> int:
+        """Of the hidden states that saved drafts are conditioned or looped from; 0 where none is."""
+        asked = any(map(self.condition, self.bodies)) or any(p.overlap and p.loop for p in plans)
+        return self.bodies[0].config.hidden_size if asked else 0
 
     def condition(self, body: Backbone) -> Condition | None:
         """What conditions its drafts on the tokens before them; None where nothing does, and where drafts are drawn:
         what they are weighed by has to be the law that they were drawn from, and that is the marginals."""
         return None if self.chooser.draws else condition_of(body)
 
-    def drafted(self, plan: Plan) -> float:
+    def drafted(self, plan: Plan, redraft: bool = True) -> float:
         """What its draft passes run of a forward's layers; passes from the entry layer on count in part."""
         if not plan.drafts:
             return 0.0
-        body = self.bodies[plan.adapter]
-        return (1 - self.config(body).entry / body.n_layers) * (plan.passes if plan.loop else 1)
+        body, passes = self.bodies[plan.adapter], plan.passes if plan.loop else 1
+        return (1 - self.config(body).entry / body.n_layers) * (passes if redraft else passes - 1)
 
     def play(
         self,
@@ -160,16 +160,7 @@ class Rounds:
             return Proposal(tree)
         if not plan.drafts or size == 1:
             return Proposal(DraftTree(anchor[:, None]))
-        body, told, made = self.bodies[plan.adapter], Forecast(), None
-        if redraft:
-            draft = partial(decode.draft, body, self.cache, slots, frame, size, self.config(body))
-            how = (plan.passes, plan.prefix) if plan.loop else (1, None)
-            prefix = prefix_of(plan.prefix) if plan.loop else None
-            made = drafted = run(("draft", plan.adapter, frame, size, *how), partial(draft, how[0], prefix))
-            if self._foretells(plan):
-                told = forecast(body.path, made.states)
-        if plan.overlap:
-            drafted, told = self._saved(plan, n, size, made, told)
+        drafted, told = self._drafted(plan, frame, size, redraft, run)
         if plan.verify_length is not None:
             drafted = drafted[:, : plan.verify_length - 1]
         told = told.first(drafted.logits.shape[1])
@@ -258,6 +249,31 @@ class Rounds:
             assert tree.scores is not None
             survives = tree.scores.exp()
         return overlap.hidden(overlap.keep(overlap.ends(tree, survives), plan.kept))
+
+    def _drafted(
+        self, plan: Plan, frame: Frame, size: int, redraft: bool, run: Callable[..., Any]
+    ) -> tuple[decode.Draft, Forecast]:
+        """The drafts of a round, made now or saved, and what the path's heads say of them.
+
+        The later passes of a loop go on from saved drafts as from made ones, so that in an overlapped round only the
+        first is spared."""
+        body, told, made = self.bodies[plan.adapter], Forecast(), None
+        given, config = (body, self.cache, self.slots, frame, size), self.config(body)
+        how, prefix = ((plan.passes, plan.prefix), prefix_of(plan.prefix)) if plan.loop else ((1, None), None)
+        first, key = (1 if plan.overlap else how[0]), (plan.adapter, frame, size, *how)
+        if redraft:
+            draft = partial(decode.draft, *given, config, first, prefix)
+            made = drafted = run(("draft", first, *key), draft)
+            if self._foretells(plan):
+                told = forecast(body.path, made.states)
+        if plan.overlap:
+            drafted, told = self._saved(plan, frame.n, size, made, told)
+        if plan.overlap and plan.loop:
+            later = partial(decode.draft, *given, config, how[0], prefix)
+            drafted = run(("loop", *key), later, drafted.logits, drafted.states)
+            if self._foretells(plan):
+                told = forecast(body.path, drafted.states)
+        return drafted, told
 
     def _saved(
         self, plan: Plan, n: int, size: int, made: decode.Draft | None, told: Forecast

@@ -106,7 +106,7 @@ class Session:
             raise ValueError(f"the plan runs {rows} rows a request; this session has room for {self.cache.tail}")
         if any(p.overlap for p in policy.plans):
             longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
-            self.slots.save_drafts(longest - 1, self.backbone.vocab_size, self.rounds.width)
+            self.slots.save_drafts(longest - 1, self.backbone.vocab_size, self.rounds.width(policy.plans))
         self.policy, self._saved.plan = policy, None
         self.rounds = replace(self.rounds, pruning=getattr(policy, "pruning", None))
         self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns
@@ -294,11 +294,11 @@ class Session:
         given = rows.given(IDLE)
         result, warm = launch(self.rounds, self.graphs, key, plan, frame, size, redraft, given, clock)
         self._saved.plan = plan if plan.overlap else None
-        drafts = self.rounds.drafted(plan) if redraft and size > 1 else 0.0
+        drafts = self.rounds.drafted(plan, redraft) if size > 1 else 0.0
         result, arrived = sent(result)
         new, reach = self.seats.fresh(), result.shape[1] - 2
         self._flights.append(
-            Flight(requests, result, arrived, clock, reach, running, assignment, warm, drafts, resumed, new)
+            Flight(requests, result, arrived, clock, reach, running, assignment, warm, drafts, resumed, redraft, new)
         )
 
     def _plan(self, rows: Rows) -> Assignment:
@@ -338,7 +338,7 @@ class Session:
         if planned is not None:
             if planned.views and landed.kept:  # in large batches somebody has left since every other round
                 emitted, gone, ready = landed.told(flight)
-                views = Views.of(planned.views).found(self._saved.whose, flight.drafts > 0)
+                views = Views.of(planned.views).found(self._saved.whose, flight.made)
                 known = Assignment(views.heard(landed.copied), planned.plan)
                 seconds = sum(laps.values())
                 self.policy.observe(known, emitted, seconds, gone, ready, cold=not flight.warm)

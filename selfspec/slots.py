@@ -30,7 +30,7 @@ class Slots:
         features: [n, F] of position start - 1, or None.
         saved: [n, T, V] logits of the positions after the anchor, where overlapped rounds leave them.
         told: what the mask path's heads say of those drafts, for the heads that it has.
-        states: [n, T, d] their hidden states, where a head conditions drafts.
+        states: [n, T, d] their hidden states, where a head conditions drafts or a loop goes on from them.
         ready: [n] bool, whether the last one left any.
     """
 
@@ -54,10 +54,11 @@ class Slots:
 
     def save_drafts(self, positions: int, vocab_size: int, width: int = 0) -> None:
         """Make room for drafts of so many positions, once: captured rounds know the place. width: d of states, or 0."""
+        where, shape = self.start.device, (len(self.start), positions)
+        if self.states is None and width:
+            self.states = torch.zeros(*shape, width, dtype=self._dtype, device=where)
         if self.saved is None:
-            where, shape = self.start.device, (len(self.start), positions)
             self.saved = torch.zeros(*shape, vocab_size, dtype=self._dtype, device=where)
-            self.states = torch.zeros(*shape, width, dtype=self._dtype, device=where) if width else None
             wide = torch.zeros(len(self.start), 2 * positions + 1, device=where)
             self.told = Forecast(wide[:, :positions], wide[:, positions:])
 

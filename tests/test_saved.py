@@ -3,6 +3,7 @@
 import pytest
 import torch
 from decoding import oracle
+from test_planner import costs
 from test_replay import Replayed
 from tiny import PROMPT, RAGGED, model_of, path_of, reference, run
 
@@ -122,3 +123,48 @@ def test_rates_by_hand():
         assert r.stats.overlap == {"hit": 1, "reuse": 0.75, "saved": 0.75}
         assert rates((r.stats + r.stats).overlap) == ", hit 1.00, reuse 0.75, saved 0.75"
     assert Stats().overlap == {} and rates({}) == ""
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("mode", ["overlap+loop", "overlap+loop+tree"])
+def test_loops_go_on_from_saved_drafts(mode, graphs, passes):
+    """No pass followed a saved draft: after the first round nothing was looped."""
+    plan = Plan(mode, B, 8, passes=passes, prefix="fixed:s=2")
+    path = dict(prefix_splits=True, entry=2)
+    session, seen = watched(plan, 1, Replayed(replay=False) if graphs else False, **path)
+    session.add([request := Request(PROMPT, N)])
+    looped = []
+    while session.active:
+        kept, before = session.slots.saved[0].clone(), len(seen)
+        session.step()
+        if before and len(seen) == before + 1 and len(seen[-1][0]) == B - 1:
+            looped.append((kept, seen[-1][0]))
+    for kept, used in looped:
+        assert torch.equal(used[:2], kept[:2]) and not torch.equal(used[2:], kept[2:])
+    assert len(looped) > 1 and request.output == reference(model_of(), [PROMPT], N)[0]
+    rounds = request.stats.hung - (0 if graphs else 1)  # the last one has room for no draft
+    assert request.stats.drafts == pytest.approx(0.5 * (passes + (passes - 1) * (rounds - 1)), abs=0.5 * passes)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("groups", [None, 1, "branches"])
+@pytest.mark.parametrize("heads", [(), ("calibrator", "confidence", "length"), ("markov",)])
+def test_looped_overlaps_are_exact(family, graphs, groups, heads):
+    model = model_of(family)
+    body = Backbone(model, path_of(model, 0.3, prefix_splits=True, heads=heads))
+    plan = Plan("overlap+loop", B, groups=groups)
+    session = Session(body, plan, 2, 64, graphs=Replayed() if graphs else False)
+    requests = [Request(p, 15) for p in RAGGED]
+    run(session, requests[:2], requests[2:])
+    assert [r.output for r in requests] == reference(model, RAGGED, 15)
+    assert sum(r.stats.saved for r in requests)
+
+
+def test_a_looped_overlap_costs_its_later_passes_every_round():
+    table = costs(0.1, entry=15)
+    looped, plain = Plan("overlap+loop", 4, passes=3), Plan("overlap", 4)
+    drafts = table.parts(plain, 1, 512)[1][1]
+    assert table.round(looped, 1, 512, 0) == pytest.approx(table.round(plain, 1, 512, 0) + 2 * drafts)
+    assert table.round(looped, 1, 512) == pytest.approx(table.round(plain, 1, 512) + 2 * drafts)

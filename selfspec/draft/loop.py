@@ -6,7 +6,8 @@ and drafts what follows anew:
 
     pass 1: [anchor, mask, mask, ...]        pass 2: [anchor, x_1, ..., x_s, mask, ...].
 
-Every pass costs a draft forward, so loops pay where those are cheap: at a late entry layer. s comes from confidences,
+Every pass costs a draft forward, so loops pay where those are cheap: at a late entry layer. Where verification overlaps
+with drafting it is the first pass itself, and later ones go on from the draft that it saved. s comes from confidences,
 which are marginals; whoever draws tokens passes a `choose` that draws them, and then no decision foresees a draw.
 """
 
@@ -116,6 +117,7 @@ def propose(
     prefix: Prefix | None = None,
     choose: Callable[[Tensor], Tensor] | None = None,
     confidence: Callable[[Tensor], Tensor] | None = None,
+    first: tuple[Tensor, Tensor] | None = None,
 ) -> Looped:
     """Marginals of the size - 1 positions after the anchor, each later pass given a prefix of the draft.
 
@@ -133,6 +135,8 @@ def propose(
         choose: tokens [N, T] of logits [N, T, V], the same for the same logits (noise fixed by round and depth where
             they are drawn); the most probable ones by default.
         confidence: [N, T] of logits, from marginals alone; the largest probability by default.
+        first: logits and hidden states, [N, T, V] and [N, T, d], that stand for the first pass: a draft which an
+            overlapped verification has made.
 
     Raises:
         ValueError: the path has no prefix splits, or `passes` is below 1.
@@ -141,8 +145,11 @@ def propose(
     if passes < 1:
         raise ValueError(f"passes={passes}: expected 1 or more")
     prefix, choose, confidence = prefix or Product(), choose or tops.best, confidence or tops.certainty
-    states = one_pass(backbone, cache, anchor, start, size, path, features, n_keys)
-    logits = guesses(backbone, states, path)
+    if first is None:
+        states = one_pass(backbone, cache, anchor, start, size, path, features, n_keys)
+        logits = guesses(backbone, states, path)
+    else:
+        logits, states = first
     s, tokens = torch.zeros_like(anchor), choose(logits)
     place = torch.arange(size - 1, device=anchor.device)
     for _ in range(passes - 1):

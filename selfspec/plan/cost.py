@@ -56,6 +56,9 @@ class Costs:
             heads = [self._time(most, context, "head", rows) for rows in (plan.block_size, plan.verify_length)]
             short = self._time(most, context, "draft", plan.verify_length, entry)
             draft = np.maximum(draft - np.maximum(heads[0] - heads[1], 0.0), np.minimum(short, draft))
+        if plan.loop and plan.overlap:  # later passes go on from saved drafts too
+            draft = draft / plan.passes
+            verify = verify + (plan.passes - 1) * draft
         return verify, draft
 
     def _time(self, most: int, context: int, kind: str, rows: int, entry: int = 0, drafts: int = 0) -> np.ndarray:
