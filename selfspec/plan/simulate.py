@@ -54,8 +54,15 @@ class Trace:
         return int(self.runs(family)[position])
 
     def knows(self, family: Family) -> bool:
-        """Whether it was recorded; what is not told of a smaller block is taken from the whole one."""
-        return family in self.accepted or family._replace(block=0) in self.accepted
+        """Whether it was recorded, or what stands for it."""
+        return self._told(family) is not None
+
+    def _told(self, family: Family) -> Family | None:
+        """What is not told of a smaller block is taken from the whole one, and of branches from drafts that wait for
+        any bonus, which are worse."""
+        hidden = "hidden" if family.source == "branch" else family.source
+        near = family, family._replace(block=0), family._replace(source=hidden, block=0)
+        return next((f for f in near if f in self.accepted), None)
 
     def runs(self, family: Family) -> np.ndarray:
         """The same of all positions.
@@ -63,10 +70,11 @@ class Trace:
         Raises:
             ValueError: nothing was recorded for the family.
         """
-        if not self.knows(family):
+        told = self._told(family)
+        if told is None:
             known = ", ".join(map(str, self.accepted))
             raise ValueError(f"the trace knows {known or 'nothing'}, not {family}: record it in that mode")
-        return self.accepted[family if family in self.accepted else family._replace(block=0)]
+        return self.accepted[told]
 
     def ends(self, family: Family, depth: int) -> np.ndarray:
         """How often a round accepted exactly 0..depth drafts. [depth + 1]"""
