@@ -21,6 +21,13 @@ from selfspec.arena import Arena, Run, contest, data_of, policy_of, verdict
 # kind -> names; the first of each is what the others have to beat
 KINDS = {
     "trees": ("sequential", "tree/nodes=15", "tree/nodes=63", "tree/nodes=255"),
+    "tree rules": (
+        "tree/nodes=63",
+        "tree/nodes=63/rule=caddtree",
+        "tree/nodes=63/rule=bastion",
+        "tree/nodes=63/rule=taps",
+        "tree/nodes=63/rule=opt-tree",
+    ),
     "groups": ("sequential/b=8", "overlap/b=8/groups=1", "overlap/b=8/groups=2", "overlap/b=8/groups=4", "overlap/b=8"),
     "branches": ("overlap/b=8/groups=4", "overlap/b=8/groups=branches"),
     "overlapped trees": ("tree/nodes=15", "overlap+tree/nodes=15/groups=2", "overlap+tree/nodes=15/groups=4"),

@@ -22,7 +22,7 @@ from typing import Any
 from selfspec.explain import Watched
 from selfspec.joining import Door
 from selfspec.model import SelfSpecModel
-from selfspec.plan import Plan
+from selfspec.plan import RULES, Plan
 from selfspec.plan.latency import sync
 from selfspec.plan.named import read
 from selfspec.plan.policy import Fixed, Policy
@@ -37,7 +37,7 @@ RECORDED = 5000  # tokens of a recording beyond a run's, at most
 
 
 def policy_of(model: SelfSpecModel, name: str, slots: int | None = None) -> Policy:
-    """What an entrant decodes by: a planner for "auto", else a plan, perhaps with a length rule, as
+    """What an entrant decodes by: a planner for "auto", else a plan, perhaps with a rule, as
     `selfspec.plan.named` reads it. Latency tables cover so many slots.
 
     Raises:
@@ -53,7 +53,7 @@ class Menu(Fixed):
 
     def __init__(self, plans: Sequence[Plan]):
         super().__init__(plans[0])
-        self.plans = list(plans)
+        self.plans = list(dict.fromkeys(replace(p, rule=RULES[0]) for p in plans))
 
 
 @dataclass
@@ -142,9 +142,9 @@ class Arena:
             slots: requests at a time.
             tokens: after so many it ends.
             start: of the queue.
-            record: note acceptance and the time of rounds; not of pruned ones, which no plan stands for.
+            record: note acceptance and the time of rounds; not of those with rules, which no plan stands for.
         """
-        record &= getattr(self.policies[name], "pruning", None) is None
+        record &= all(getattr(self.policies[name], rule, None) is None for rule in ("pruning", "growth"))
         watched, session = Watched(self.policies[name]), self.session
         out, queue = Run(name, slots, start=start), order(len(self.prompts), slots, start)
         device, seen, begun = self.model.backbone.device, dict[Request, list[tuple[float, int]]](), 0.0

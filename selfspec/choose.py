@@ -12,16 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from selfspec.draft import DraftTree, chain_of, condition
+from selfspec.draft import Builder, DraftTree, chain_of, condition
 from selfspec.draft.drawn import drawn
 from selfspec.draft.loop import prefix_of
-from selfspec.draft.tree import best_first
+from selfspec.draft.trees import DDTree
 from selfspec.nodes import Nodes, Text, part_of, pick
-from selfspec.plan import Plan
+from selfspec.plan import RULES, Plan
 from selfspec.recipe import Recipe
 from selfspec.request import Request
 from selfspec.rows import steps
@@ -30,9 +31,13 @@ from selfspec.tops import best
 from selfspec.verify import CHAINS, DRAWN, VERIFIERS, Accepted, Noise
 from selfspec.verify.greedy import walk
 
+if TYPE_CHECKING:
+    from selfspec.growth import Growth
+
 Chosen = tuple[list[int], Tensor | None, Tensor]
 """Numbers of a group's requests, their scores where somebody keeps them, and their targets."""
 
+DEFAULT = DDTree()
 NEVER = -2  # the target of a node that was not visited; padding of a tree is -1
 
 
@@ -52,12 +57,21 @@ class Chooser:
         self.verify = verify
         self.draws = verify in DRAWN
 
-    def require(self, plan: Plan) -> None:
-        """Refuse drafts that this verifier does not take.
+    def require(self, plan: Plan, growth: Growth | None = None) -> None:
+        """Refuse drafts that this verifier does not take, and trees by a rule that nobody runs.
+
+        Args:
+            plan: whose rounds they are.
+            growth: the tree rule that goes with it.
 
         Raises:
             ValueError: says why.
         """
+        if plan.rule != RULES[0] and (growth is None or growth.rule != plan.rule):
+            raise ValueError(
+                f"rule={plan.rule!r} of mode={plan.mode!r} learns or weighs costs, which a plan alone does not hold; "
+                "take the policy of SelfSpecModel.policy, or pass one with a selfspec.growth.Growth"
+            )
         if plan.tree and self.verify in CHAINS:
             raise ValueError(f"verify={self.verify!r} is for chains; trees take 'coupled' or 'multi'")
         if plan.lookup and self.draws:
@@ -126,6 +140,7 @@ class Chooser:
         nodes: int | None,
         seed: Tensor | None = None,
         given: condition.Given | None = None,
+        build: Builder = DEFAULT,
     ) -> DraftTree:
         """The candidates of a round: a tree of `nodes` beside the anchor, or a chain.
 
@@ -140,6 +155,7 @@ class Chooser:
             nodes: None asks for a chain.
             seed: [N] long; None takes the requests'.
             given: conditions the drafts, where a head can; none that is drawn.
+            build: grows a tree that is not conditioned.
         """
         sampled = [i for i, r in enumerate(requests) if r.sampling is not None and r.sampling.sample]
         scores, how = logits, condition.PLAIN
@@ -147,7 +163,7 @@ class Chooser:
             seed = seeds_of(requests, start.device) if seed is None else seed
             scores = _draft_scores(requests, logits, (lambda r: r.cuts) if self.draws else _light)
             if self.draws:
-                return drawn(anchor, scores, seed, start, nodes)
+                return drawn(anchor, scores, seed, start, nodes, build)
             if nodes is None and given is None:
                 return DraftTree(torch.cat([anchor[:, None], _guesses(sampled, scores, seed, start)], 1))
             scores, how = _coupled(sampled, scores, seed, start), _scored(requests, sampled, seed, start)
@@ -155,7 +171,7 @@ class Chooser:
                 scores = condition.heated(scores, how.temperatures)
         if given is not None:
             return condition.propose(anchor, scores, given, nodes, how)
-        return chain_of(anchor, scores) if nodes is None else best_first(anchor, scores, nodes)
+        return chain_of(anchor, scores) if nodes is None else build(anchor, scores, nodes)
 
 
 # ---- on the device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +15,15 @@ class Clock:
 
     Args:
         device: where the work runs.
+
+    Attributes:
+        hears: is told what is read, where somebody learns from it.
     """
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
+        self.hears: Callable[[dict[str, float]], None] | None = None
         self.lap("")
 
     def lap(self, name: str) -> None:
@@ -37,4 +42,6 @@ class Clock:
         for (_, before), (name, after) in pairwise(self._marks):
             lap = before.elapsed_time(after) / 1e3 if self._cuda else after - before
             seconds[name] = seconds.get(name, 0.0) + lap
+        if self.hears is not None:
+            self.hears(seconds)
         return seconds

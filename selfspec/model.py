@@ -17,13 +17,14 @@ from selfspec.adapters import MaskPathModel, io
 from selfspec.attention import decoding
 from selfspec.backbone import Backbone
 from selfspec.generation import Extras, build_requests, output_of, prompts_of
+from selfspec.growth import Growth
 from selfspec.inputs import Prompts, batch
 from selfspec.memory import fitting
 from selfspec.past import Past
 from selfspec.plan import NODES, Plan
 from selfspec.plan.named import read
 from selfspec.plan.policy import Fixed, Policy
-from selfspec.planners import default_mode, planner_for, pruning_for
+from selfspec.planners import default_mode, fixed_for, planner_for
 from selfspec.pruning import Pruning
 from selfspec.session import Request, Session
 from selfspec.shadow import table_of
@@ -78,7 +79,7 @@ class SelfSpecModel:
         self.request_stats: list[Stats] = []
         self._kept: Session | None = None
         self._planners: dict[str, Policy] = {}  # by verifier
-        self._prunings: dict[str, Pruning] = {}  # by their names
+        self._rules: dict[str, Pruning | Growth] = {}  # by their names
 
     @classmethod
     def from_pretrained(
@@ -311,7 +312,7 @@ class SelfSpecModel:
     def _session_for(self, requests: list[Request], plan: Plan | Policy, slots: int | None, verify: str) -> Session:
         """A session with room for these requests: the last call's, or a new one."""
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests)
-        policy = Fixed(plan) if isinstance(plan, Plan) else plan
+        policy = self.pruned(plan, None) if isinstance(plan, Plan) else plan
         kept, self._kept = self._kept, None  # nobody else gets it meanwhile
         wanted = min(slots or len(requests), len(requests))
         if kept is not None and kept.suits(policy, capacity, verify) and len(kept.requests) >= wanted:
@@ -353,17 +354,8 @@ class SelfSpecModel:
         return self._planners[verify]
 
     def pruned(self, plan: Plan, lengths: str | None, slots: int | None = None) -> Fixed:
-        """Always that plan, its chains pruned by a rule that is kept, as is what it learns; see `generate`. A latency
-        table, where it asks for one, covers so many slots.
-
-        Raises:
-            ValueError: there is no such rule, or it cannot be used for this plan or adapter.
-        """
-        if lengths is None:
-            return Fixed(plan)
-        if lengths not in self._prunings:
-            self._prunings[lengths] = pruning_for(self.bodies, lengths, slots)
-        return self._prunings[lengths].policy(plan, self.bodies[plan.adapter].path)
+        """Always that plan, by rules that are kept, as is what they learn. See `selfspec.planners.fixed_for`."""
+        return fixed_for(self.bodies, plan, lengths, self._rules, slots)
 
     def plan(self, mode: str, block_size: int | None = None, tree_nodes: int | None = None) -> Plan:
         """The fixed plan that these choices stand for. What a mode's own settings say (`selfspec.plan.named`) goes

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 from selfspec.backbone import Backbone
 from selfspec.choose import Chooser
-from selfspec.plan import Plan, menu
+from selfspec.growth import Growth
+from selfspec.growth import weighs as compares
+from selfspec.plan import RULES, Plan, menu
 from selfspec.plan.cost import Costs
 from selfspec.plan.estimate import Estimator, families
 from selfspec.plan.planner import Planner
+from selfspec.plan.policy import Fixed
 from selfspec.plan.table import LatencyTable
 from selfspec.plan.tabulate import graphs_run, table_for
 from selfspec.pruning import Pruning, weighs
@@ -95,6 +98,48 @@ def pruning_for(bodies: Sequence[Backbone], text: str, slots: int | None = None)
     """
     costs = costs_of(bodies, table_of(bodies, slots=slots)) if weighs(text) else None
     return Pruning(text, bodies, costs)
+
+
+def growth_for(bodies: Sequence[Backbone], rule: str, slots: int | None = None) -> Growth:
+    """A tree rule for some adapters, likewise.
+
+    Args:
+        bodies: a backbone for each adapter, all of one model.
+        rule: of `selfspec.plan.RULES`.
+        slots: requests at a time that the table must cover, see `table_of`.
+    """
+    costs = costs_of(bodies, table_of(bodies, slots=slots)) if compares(rule) else None
+    return Growth(rule, bodies, costs)
+
+
+def fixed_for(
+    bodies: Sequence[Backbone],
+    plan: Plan,
+    lengths: str | None,
+    known: dict[str, Pruning | Growth],
+    slots: int | None = None,
+) -> Fixed:
+    """Always that plan, by the rules that go with it.
+
+    Args:
+        bodies: a backbone for each adapter, all of one model.
+        plan: what rounds do, with the rule of its trees.
+        lengths: a length rule for its chains.
+        known: rules by name, with what they have learnt; those that are missing are added.
+        slots: requests at a time that a latency table must cover, where a rule asks for one; see `table_of`.
+
+    Raises:
+        ValueError: there is no such length rule, or it cannot be used for this plan or adapter.
+    """
+    if lengths is not None:
+        pruning = known.get(lengths) or known.setdefault(lengths, pruning_for(bodies, lengths, slots))
+        assert isinstance(pruning, Pruning)
+        return pruning.policy(plan, bodies[plan.adapter].path)
+    if plan.rule == RULES[0]:
+        return Fixed(plan)
+    growth = known.get(plan.rule) or known.setdefault(plan.rule, growth_for(bodies, plan.rule, slots))
+    assert isinstance(growth, Growth)
+    return Fixed(plan, growth=growth)
 
 
 def table_of(bodies: Sequence[Backbone], seconds: float | None = None, slots: int | None = None) -> LatencyTable:

@@ -176,15 +176,16 @@ def weighs(text: str) -> bool:
     return LENGTHS[read(text, LENGTHS).name] is Scan
 
 
-def bucket(drafts: int, size: int, fixed: bool) -> int:
-    """Nodes of a verified chain, the anchor included: where shapes are fixed one of few.
+def bucket(drafts: int, size: int, fixed: bool, sizes: Sequence[int] = (1, *BLOCKS)) -> int:
+    """Nodes of a verified chain or tree, the anchor included: where shapes are fixed one of few.
 
     Args:
         drafts: wanted.
-        size: nodes of the whole chain.
+        size: nodes of the whole one.
         fixed: shapes are.
+        sizes: those few, beside the whole one.
     """
-    return next((b for b in (1, *BLOCKS) if drafts < b < size), size) if fixed else drafts + 1
+    return next((b for b in sizes if drafts < b < size), size) if fixed else drafts + 1
 
 
 def together(confidence: Tensor, live: Tensor) -> Tensor:

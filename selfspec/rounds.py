@@ -13,16 +13,17 @@ from torch import Tensor
 from selfspec import decode, tops
 from selfspec.backbone import MASK, Backbone
 from selfspec.cache import KVCache
-from selfspec.choose import Chooser
+from selfspec.choose import DEFAULT, Chooser
 from selfspec.clock import Clock
 from selfspec.decode import Frame
-from selfspec.draft import DraftTree, overlap
+from selfspec.draft import Builder, DraftTree, overlap
 from selfspec.draft.condition import Condition, Given, condition_of
 from selfspec.draft.lookup import lookup
 from selfspec.draft.loop import prefix_of
 from selfspec.draft.overlap import Groups
 from selfspec.forecast import Forecast, forecast
-from selfspec.plan import CORRECTIONS, Plan
+from selfspec.growth import BUCKETS, Growth
+from selfspec.plan import CORRECTIONS, RULES, Plan
 from selfspec.plan.policy import Policy
 from selfspec.proposal import Proposal
 from selfspec.pruning import Cut, Pruning, bucket
@@ -42,6 +43,7 @@ class Rounds:
         chooser: of drafts.
         fixed: shapes may not depend on data, as in a CUDA graph.
         pruning: the length rule of chains; None verifies all of them.
+        growth: the rule of trees; None grows them best-first and verifies all of them.
     """
 
     bodies: list[Backbone]
@@ -50,6 +52,12 @@ class Rounds:
     chooser: Chooser
     fixed: bool
     pruning: Pruning | None = None
+    growth: Growth | None = None
+
+    def under(self, policy: Policy) -> Rounds:
+        """The same with a policy's rules."""
+        pruning, growth = getattr(policy, "pruning", None), getattr(policy, "growth", None)
+        return replace(self, pruning=pruning, growth=growth)
 
     @staticmethod
     def config(body: Backbone) -> Any:
@@ -103,8 +111,10 @@ class Rounds:
             proposal, cut = self.shortened(proposal)
         if clock is not None:
             clock.lap("draft")
+            if cut is not None and not self.fixed:  # elsewhere parts may be captured just now, which takes long
+                self.listen(clock, plan, frame, proposal.tree.n_nodes, redraft)
         result = self.verify(plan, frame, size, proposal, requests, run, clock)
-        if cut is not None:
+        if cut is not None and plan.chain:
             self.learn(plan, proposal.tree.tokens, cut.margins, result)
         return result
 
@@ -143,6 +153,8 @@ class Rounds:
         if clock is not None:
             clock.lap("verify")
         accepted = self.chooser.accept(requests, tree, logits, slots.start[: frame.n], slots.view(frame.n))
+        if self.growth is not None:
+            self.growth.observe(plan.adapter, tree, accepted.rows, slots.left[: frame.n] > 0)
         ready = None if groups is None else self._save(frame.n, plan, groups, accepted, hidden.draft)
         depth = min(tree.n_nodes, size)
         return decode.settle(self.cache, slots, frame, tree, accepted, hidden.taps, depth, ready)
@@ -165,13 +177,14 @@ class Rounds:
             drafted = drafted[:, : plan.verify_length - 1]
         told = told.first(drafted.logits.shape[1])
         nodes = plan.tree_nodes if plan.tree else None
-        logits, given = drafted.logits, self._given(plan, drafted, anchor)
-        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n], given)
+        logits, build = drafted.logits, self._builder(plan)
+        given = self._given(plan, drafted, anchor) if build is DEFAULT else None
+        tree = self.chooser.tree(requests, anchor, start, logits, nodes, slots.seed[:n], given, build)
         if not redraft:  # where the last verification ended without a draft, the anchor is all there is
             first = torch.arange(tree.n_nodes, device=start.device) == 0
             tree = replace(tree, tokens=torch.where(slots.ready[:n, None] | first, tree.tokens, -1))
         if tree.parents is not None:
-            return Proposal(tree)
+            return Proposal(tree, cut=self._end(plan, frame, redraft, tree) if self.pruned(plan, size) else None)
         likely = cut = None
         if self._weighs(plan):
             likely = tops.certainty(logits) if told.sure is None else told.sure  # [n, M - 1]
@@ -180,11 +193,40 @@ class Rounds:
             cut = self._cut(plan, frame, redraft, logits, told)
         return Proposal(tree, likely, cut, overlap.corrections(tree, logits) if plan.branches else None)
 
-    # ---- length rules
+    # ---- rules
 
     def pruned(self, plan: Plan, size: int) -> bool:
-        """Whether a length rule is asked about a round's chains."""
-        return self.pruning is not None and plan.chain and min(size, plan.nodes) > 1
+        """Whether a rule is asked how much of a round's drafts is verified."""
+        if min(size, plan.nodes) < 2:
+            return False
+        if plan.tree:
+            return self.growth is not None and plan.rule == self.growth.rule and self.growth.end is not None
+        return self.pruning is not None and plan.chain
+
+    def _builder(self, plan: Plan) -> Builder:
+        """What grows trees that no head conditions; a rule's own does so in any case."""
+        ruled = self.growth is not None and plan.tree and plan.rule != RULES[0]
+        return (self.growth.builder(plan) if self.growth is not None and ruled else None) or DEFAULT
+
+    def _end(self, plan: Plan, frame: Frame, redraft: bool, tree: DraftTree) -> Cut:
+        """Where the rule ends the trees."""
+        assert self.growth is not None
+        times = self.growth.times(plan, frame.n, self._context(frame), not redraft, self.fixed)
+        return self.growth.cut(plan, tree, self._live(frame, redraft), times)
+
+    def listen(self, clock: Clock, plan: Plan, frame: Frame, rows: int, redraft: bool) -> None:
+        """Let the tree rule hear how long a round takes that verifies so many rows of each request."""
+        if self.growth is not None and plan.tree:
+            self.growth.listen(clock, plan, frame.n, rows, self._context(frame), not redraft)
+
+    def _context(self, frame: Frame) -> int:
+        """Committed positions, as far as the host knows."""
+        return frame.n_keys or max(self.cache.lengths[frame.span])
+
+    def _live(self, frame: Frame, redraft: bool) -> Tensor:
+        """Requests that have a draft and may emit something. [n] bool"""
+        live = self.slots.left[: frame.n] > 0
+        return live if redraft else live & self.slots.ready[: frame.n]
 
     def _foretells(self, plan: Plan) -> bool:
         """Whether somebody asks what the path's heads say of a draft."""
@@ -198,19 +240,16 @@ class Rounds:
     def _cut(self, plan: Plan, frame: Frame, redraft: bool, logits: Tensor, told: Forecast) -> Cut:
         """What the rule wants. logits: [n, T, V]"""
         assert self.pruning is not None
-        n, t, slots = frame.n, logits.shape[1], self.slots
-        live = slots.left[:n] > 0
-        if not redraft:
-            live &= slots.ready[:n]
-        context = frame.n_keys or max(self.cache.lengths[frame.span])
-        times = self.pruning.times(plan, n, t, context, not redraft, self.fixed)
-        return self.pruning(plan, logits, told, live, times)
+        n, t = frame.n, logits.shape[1]
+        times = self.pruning.times(plan, n, t, self._context(frame), not redraft, self.fixed)
+        return self.pruning(plan, logits, told, self._live(frame, redraft), times)
 
     def shortened(self, proposal: Proposal) -> tuple[Proposal, Cut]:
         """The nodes that the rule leaves. The host waits for the draft here."""
-        cut = proposal.cut
+        cut, tree = proposal.cut, proposal.tree
         assert cut is not None
-        return proposal.first(bucket(int(cut.drafts), proposal.tree.n_nodes, self.fixed)), cut
+        sizes = () if tree.parents is None else (BUCKETS,)
+        return proposal.first(bucket(int(cut.drafts), tree.n_nodes, self.fixed, *sizes)), cut
 
     def learn(self, plan: Plan, tokens: Tensor, seen: Tensor | None, result: Tensor) -> None:
         """Tell the rule what came of a round. tokens: [n, M], seen: [n, T] margins, result: `decode.settle`'s"""
@@ -324,7 +363,7 @@ def require(policy: Policy, bodies: list[Backbone], chooser: Chooser) -> None:
     """
     pruning = getattr(policy, "pruning", None)
     for plan in policy.plans:
-        chooser.require(plan)
+        chooser.require(plan, getattr(policy, "growth", None))
         if plan.adapter >= len(bodies):
             raise ValueError(f"adapter={plan.adapter}: {len(bodies)} are loaded, counted from 0")
         path = bodies[plan.adapter].path

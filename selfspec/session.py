@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import compress
 
 import torch
@@ -108,7 +107,7 @@ class Session:
             longest = max(c.block_size for c in map(self.rounds.config, self.bodies) if c is not None)
             self.slots.save_drafts(longest - 1, self.backbone.vocab_size, self.rounds.width(policy.plans))
         self.policy, self._saved.plan = policy, None
-        self.rounds = replace(self.rounds, pruning=getattr(policy, "pruning", None))
+        self.rounds = self.rounds.under(policy)
         self._asks = type(policy) is not Fixed  # it reads what the requests are, and learns
         self._hears = self._asks and {p.lookup for p in policy.plans} == {False, True}
 

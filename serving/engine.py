@@ -20,7 +20,7 @@ import torch
 from selfspec.memory import free_memory, position_bytes, slot_bytes
 from selfspec.model import SelfSpecModel
 from selfspec.plan import Plan
-from selfspec.plan.policy import Fixed, Policy
+from selfspec.plan.policy import Policy
 from selfspec.serving.lane import Lane, allot, classes, most_slots
 from selfspec.serving.metrics import Metrics
 from selfspec.serving.ticket import Event, Running, Ticket
@@ -58,7 +58,7 @@ class Engine:
             raise ValueError(f"slots={slots}: expected 1 or more")
         self.bodies, self.backbone, self.verify = model.bodies, model.backbone, verify
         plan = plan or model.policy(verify=verify)
-        self.plan = Fixed(plan) if isinstance(plan, Plan) else plan
+        self.plan = model.pruned(plan, None) if isinstance(plan, Plan) else plan
         self.slots, self.patience, self.reuse = slots, patience, reuse
         self.ahead = self.backbone.device.type == "cuda"  # see `allot`
         self.memory = free_memory(self.backbone) if memory is None else memory

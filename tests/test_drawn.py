@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from test_tree_rules import costs, ended
 from test_verifiers import PIPELINES, Model, filled, off, tree_law
 
-from selfspec.draft import cut
+from selfspec.draft import cut, first
 from selfspec.draft.drawn import drawn, replay
 from selfspec.draft.trees import TAPS, Bastion, CaDDTree, DDTree, OPTTree
-from selfspec.draft.trees.caddtree import costs
 
 
 def by(rule):
@@ -23,8 +23,8 @@ def crooked():
 
 
 SHAPES = {
-    "caddtree": CaDDTree(costs(lambda rows: 1 + 0.15 * rows, 0.0, 4)),
-    "bastion": Bastion(costs(lambda rows: 1 + 0.1 * rows, 0.5, 4), 2, 1),
+    "caddtree": ended(CaDDTree(), costs(lambda rows: 1 + 0.15 * rows, 0.0, 4)),
+    "bastion": ended(Bastion(2, 1), costs(lambda rows: 1 + 0.1 * rows, 0.5, 4)),
     "taps": crooked(),
     "opt-tree": OPTTree(),
 }
@@ -65,7 +65,9 @@ def test_places_are_filled_in_the_order_of_drawing():
 
 def test_drawn_trees_take_any_shape():
     scores, at = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([4, 9])
-    rule = CaDDTree(costs(lambda rows: rows**2, 0.0, 6))
-    tree = drawn(torch.tensor([1, 2]), scores, at, at, 6, rule)
-    assert tree.sizes.tolist() == rule(torch.tensor([1, 2]), scores, 6).sizes.tolist()
-    assert (tree.sizes < 7).all() and tree.probs.shape == scores.shape
+    for rule in (DDTree(), OPTTree(), TAPS(3)):
+        tree, shape = drawn(torch.tensor([1, 2]), scores, at, at, 6, rule), rule(torch.tensor([1, 2]), scores, 6)
+        assert torch.equal(tree.parents, shape.parents) and torch.allclose(tree.scores, shape.scores)
+        assert not torch.equal(tree.tokens, shape.tokens) and tree.probs.shape == scores.shape
+        short = first(tree, 4)
+        assert short.sizes.tolist() == [4, 4] and torch.equal(short.ancestors, tree.ancestors[:, :4, :4])

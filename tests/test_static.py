@@ -11,8 +11,10 @@ from selfspec.draft.drawn import replay
 from selfspec.draft.levels import by_levels
 from selfspec.draft.loop import PREFIXES
 from selfspec.draft.overlap import branches, corrections, ends, find, hidden, keep, survival
-from selfspec.draft.trees import TAPS, Bastion, CaDDTree, DominoTree, OPTTree
+from selfspec.draft.trees import TAPS, Bastion, CaDDTree, OPTTree
+from selfspec.draft.trees.domino import DominoTree
 from selfspec.forecast import Forecast
+from selfspec.growth import together
 from selfspec.plan import Plan
 from selfspec.plan.lengths import AdaFlash, Fixed, LibraSpec, Margins, Product, Scan
 from selfspec.plan.lengths.margin import margins
@@ -44,7 +46,7 @@ def grown(anchor, top, ids, budget, order=None):
 def taps():
     rule, logits = TAPS(T, "meta"), meta(N, T, V)
     tree = rule(long(N), logits, M - 1)
-    rule.observe(tree, logits, long(N, M))
+    rule.observe(tree, long(N, M), meta(N, dtype=torch.bool))
 
 
 def learnt():
@@ -79,8 +81,8 @@ PATHS = {
     "walk of a chain": lambda: walk(given(False), long(N, M)),
     "layout": lambda: rows.row_to_row(rows.tree(long(N), long(N, M), given().ancestors)),
     "cut": lambda: cut(grown(None, None, None, M - 1), long(N)),
-    "caddtree": lambda: CaDDTree(meta(M))(long(N), meta(N, T, V), M - 1),
-    "bastion": lambda: Bastion(meta(M))(long(N), meta(N, T, V), M - 1),
+    "caddtree": lambda: CaDDTree()(together(meta(N, M), meta(N, dtype=torch.bool)), meta(M)),
+    "bastion": lambda: Bastion()(meta(N, M), meta(M)),
     "taps": taps,
     "opt-tree": lambda: OPTTree()(long(N), meta(N, T, V), M - 1),
     "dominotree": lambda: DominoTree(lambda tokens, d: meta(N, tokens.shape[1], V))(long(N), meta(N, T, V), M - 1),

@@ -25,6 +25,8 @@ class DraftTree:
             None where the drafter says nothing of it.
         paths: [N, M, M] bool, `ancestors` where the builder has them anyway.
         levels: [N, M] long, `depths` likewise.
+        marginals: [N, M] float32, log-probability of each node's own token at its depth (of a tree filled by draws,
+            that of its place); None where no rule learns from it.
     """
 
     tokens: Tensor
@@ -33,6 +35,7 @@ class DraftTree:
     scores: Tensor | None = None
     paths: Tensor | None = None
     levels: Tensor | None = None
+    marginals: Tensor | None = None
 
     @property
     def n_nodes(self) -> int:
@@ -91,6 +94,17 @@ def cut(tree: DraftTree, sizes: Tensor) -> DraftTree:
         else tree.paths & ~gone[:, :, None] | torch.eye(tree.n_nodes, dtype=torch.bool, device=sizes.device),
         None if tree.levels is None else tree.levels.masked_fill(gone, 0),
     )
+
+
+def first(tree: DraftTree, m: int) -> DraftTree:
+    """A tree of the first m nodes: what `cut` turns into padding is gone."""
+
+    def part(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[:, :m]
+
+    paths = None if tree.paths is None else tree.paths[:, :m, :m]
+    of = (tree.scores, paths, tree.levels, tree.marginals)
+    return DraftTree(tree.tokens[:, :m], part(tree.parents), tree.probs, *map(part, of))
 
 
 def repeat_parents(n_nodes: int, like: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from selfspec.plan import Plan
 from selfspec.plan.views import Assignment, View, Views
 
 if TYPE_CHECKING:
+    from selfspec.growth import Growth
     from selfspec.pruning import Pruning
 
 
@@ -45,10 +46,10 @@ class Policy(Protocol):
 
 
 class Fixed:
-    """Always the same plan, its chains pruned by a length rule where there is one."""
+    """Always the same plan, its chains pruned by a length rule and its trees grown by a rule where there is one."""
 
-    def __init__(self, plan: Plan, pruning: Pruning | None = None):
-        self.plans, self.pruning = [plan], pruning
+    def __init__(self, plan: Plan, pruning: Pruning | None = None, growth: Growth | None = None):
+        self.plans, self.pruning, self.growth = [plan], pruning, growth
 
     def round(self, active: Sequence[View]) -> list[Assignment]:
         """All requests together."""

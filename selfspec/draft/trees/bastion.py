@@ -9,8 +9,8 @@ the rest included), the tree grows while a node earns more than it costs,
 
     p_{m+1} * C(m) > S(m) * (C(m + 1) - C(m)),
 
-and at least to `smallest`; sizes are rounded down to whole buckets, as graphs have it. Good before a latency table was
-measured, and where clocks or neighbours change the machine's speed while it serves.
+and at least to `smallest`; sizes are rounded down to whole buckets, as graphs have it. Good where clocks or neighbours
+change the machine's speed while it serves: rounds calibrate what a latency table has only begun (`selfspec.growth`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selfspec.draft import DraftTree, cut
-from selfspec.draft.tree import best_first
-from selfspec.draft.trees.caddtree import until
-
 DECAY = 0.9  # of a point's old mean when it is measured again
 ROUNDS = 20  # of assigning points to branches and refitting both
+MOST = 512  # points; those that were not measured for longest are forgotten
+
+Point = tuple[int, int, int]
+"""Rows and context of a request, and the number of requests."""
 
 
 @dataclass
 class Roofline:
-    """The latency model.
+    """The latency model. Scales are fitted, so that units of the ideal times do not matter.
 
     Attributes:
         weight_bytes: read by every forward.
@@ -40,6 +40,10 @@ class Roofline:
         bandwidth: bytes per ms.
         throughput: floating point operations per ms.
         width: query width of all layers together, L * H * D.
+        fit: a_m, b_m, a_c, b_c.
+        seen: mean ms of what was timed.
+        prior: ms of what a table foretells. Its points say how time grows; how fast the machine is, only until
+            something was timed.
     """
 
     weight_bytes: float
@@ -48,27 +52,39 @@ class Roofline:
     bandwidth: float
     throughput: float
     width: float = 0.0
-    fit: tuple[float, float, float, float] = (1.0, 0.0, 1.0, 0.0)  # a_m, b_m, a_c, b_c
-    seen: dict[tuple[int, int], float] = field(default_factory=dict)  # (rows, context) -> mean ms
+    fit: tuple[float, float, float, float] = (1.0, 0.0, 1.0, 0.0)
+    seen: dict[Point, float] = field(default_factory=dict)
+    prior: dict[Point, float] = field(default_factory=dict)
 
-    def branches(self, rows: np.ndarray, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def branches(
+        self, rows: np.ndarray, context: np.ndarray, requests: np.ndarray | float = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Ideal ms of moving the data and of the arithmetic."""
-        memory = (self.weight_bytes + self.kv_bytes * (context + rows)) / self.bandwidth
-        compute = rows * (self.flops_per_row + 4 * self.width * (context + rows)) / self.throughput
+        memory = (self.weight_bytes + requests * self.kv_bytes * (context + rows)) / self.bandwidth
+        compute = requests * rows * (self.flops_per_row + 4 * self.width * (context + rows)) / self.throughput
         return memory, compute
 
-    def observe(self, rows: int, context: int, ms: float) -> None:
+    def observe(self, rows: int, context: int, ms: float, requests: int = 1) -> None:
         """Note one verification's time."""
-        old = self.seen.get((rows, context))
-        self.seen[rows, context] = ms if old is None else DECAY * old + (1 - DECAY) * ms
+        old = self.seen.pop((rows, context, requests), None)
+        if len(self.seen) >= MOST:
+            self.seen.pop(next(iter(self.seen)))
+        self.seen[rows, context, requests] = ms if old is None else DECAY * old + (1 - DECAY) * ms
+
+    @property
+    def known(self) -> dict[Point, float]:
+        """What was timed, and what is foretold of all else at the pace of that: ms by point."""
+        both = [(self.seen[p], self.prior[p]) for p in self.seen.keys() & self.prior.keys()]
+        pace = float(np.exp(np.mean([np.log(real / foretold) for real, foretold in both]))) if both else 1.0
+        return {p: pace * ms for p, ms in self.prior.items()} | self.seen
 
     def calibrate(self) -> None:
-        """Refit scales and offsets to all that was seen: alternate between assigning points and least squares."""
-        if len(self.seen) < 2:
+        """Refit scales and offsets to all that is known: alternate between assigning points and least squares."""
+        known = self.known
+        if len(known) < 2:
             return
-        points = np.array(list(self.seen), dtype=float)
-        ms = np.array(list(self.seen.values()))
-        memory, compute = self.branches(points[:, 0], points[:, 1])
+        points, ms = np.array(list(known), dtype=float), np.array(list(known.values()))
+        memory, compute = self.branches(*points.T)
         bound = compute > np.median(compute)  # a first guess: many rows are bound by arithmetic
         best, least = self.fit, np.inf
         for _ in range(ROUNDS):
@@ -82,9 +98,9 @@ class Roofline:
             bound = high > low
         self.fit = best
 
-    def __call__(self, rows: np.ndarray | int, context: int = 0) -> np.ndarray:
+    def __call__(self, rows: np.ndarray | int, context: int = 0, requests: int = 1) -> np.ndarray:
         """Estimated ms of a verification."""
-        memory, compute = self.branches(np.asarray(rows, dtype=float), np.asarray(context, dtype=float))
+        memory, compute = self.branches(np.asarray(rows, dtype=float), np.asarray(context, dtype=float), requests)
         a_m, b_m, a_c, b_c = self.fit
         return np.maximum(a_m * memory + b_m, a_c * compute + b_c)
 
@@ -101,28 +117,20 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Bastion:
-    """Grows a best-first tree until the next node does not pay.
+    """Ends a tree where the next node does not pay.
 
     Attributes:
-        costs: [M] float32 on the trees' device, as in `CaDDTree`; `draft.trees.caddtree.costs(roofline, ...)` makes it.
         smallest: nodes, the anchor included, that a tree has in any case.
         bucket: sizes are rounded down to its multiples (or to `smallest`).
     """
 
-    costs: Tensor
     smallest: int = 8
     bucket: int = 8
 
-    def __call__(self, anchor: Tensor, logits: Tensor, budget: int) -> DraftTree:
-        """See `draft.trees`.
-
-        Raises:
-            ValueError: the costs end before the budget.
-        """
-        tree = best_first(anchor, logits, budget)
-        assert tree.scores is not None
-        c, p = until(self.costs, budget), tree.scores.exp()
+    def __call__(self, scores: Tensor, costs: Tensor) -> Tensor:
+        """See `draft.trees`."""
+        c, p = costs, scores.exp()
         pays = p[:, 1:] * c[:-1] > p.cumsum(1)[:, :-1] * (c[1:] - c[:-1])  # [N, M - 1]
-        pays |= torch.arange(2, budget + 2, device=pays.device) <= self.smallest
+        pays |= torch.arange(2, p.shape[1] + 1, device=pays.device) <= self.smallest
         size = 1 + pays.long().cumprod(1).sum(1)
-        return cut(tree, torch.maximum(size // self.bucket * self.bucket, size.clamp(max=self.smallest)))
+        return torch.maximum(size // self.bucket * self.bucket, size.clamp(max=self.smallest))

@@ -7,6 +7,10 @@ Francisco". A low-rank head corrects each position's logits by the token before 
 
 and nodes are scored by the sum along their path. Good where an adapter has the head: deep nodes get truer scores, so
 the same budget reaches further.
+
+No rule of a plan names it: where an adapter has such a head, rounds grow their trees this way by themselves, best-first
+over a few candidates of each position (`draft.condition.propose`). Here stand the plain forms that it has to agree
+with, level by level, over the whole vocabulary or over candidates.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ adapters, text unlike the training data.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -39,10 +41,13 @@ class TAPS:
         self.trials = torch.zeros(depth * BINS, device=device)
 
     def __call__(self, anchor: Tensor, logits: Tensor, budget: int) -> DraftTree:
-        """See `draft.trees`. The tree's `scores` are log-products of the estimates."""
+        """See `draft.trees`. The tree's `scores` are log-products of the estimates, and it has its `marginals`."""
         top, ids = ranked(logits, budget)
         rates, order = self.rates(top).sort(dim=-1, descending=True, stable=True)
-        return grow(anchor, rates.log(), ids.gather(-1, order), budget)
+        tree = grow(anchor, rates.log(), ids.gather(-1, order), budget)
+        slot = (tree.depths - 1).clamp(min=0)
+        own = logits.flatten(1).gather(1, slot * logits.shape[-1] + tree.tokens.clamp(min=0)).float()
+        return replace(tree, marginals=own - logits.float().logsumexp(-1).gather(1, slot))
 
     def rates(self, log_q: Tensor) -> Tensor:
         """P(accepted | parent accepted) of candidates with log-marginals [N, T, K]; 0 where banned."""
@@ -51,21 +56,19 @@ class TAPS:
         out = (self.hits[cell] + self.weight * q) / (self.trials[cell] + self.weight)
         return torch.where(log_q > -torch.inf, out, 0.0)
 
-    def observe(self, tree: DraftTree, logits: Tensor, path: Tensor) -> None:
+    def observe(self, tree: DraftTree, path: Tensor, live: Tensor) -> None:
         """Count a round's outcome, on the device.
 
         Args:
-            tree: as verified.
-            logits: [N, T, V] that it was built from.
+            tree: as verified, with its `marginals`; a node whose token is -1 was not tried.
             path: [N, A] long, the accepted nodes (`Accepted.rows`).
+            live: [N] bool, requests that count.
         """
-        assert tree.parents is not None
+        assert tree.parents is not None and tree.marginals is not None
         on_path = torch.zeros_like(tree.tokens).scatter(1, path, 1)  # [N, M]
-        tried = (tree.parents >= 0) & (on_path.gather(1, tree.parents.clamp(min=0)) > 0)
-        slot = (tree.depths - 1).clamp(min=0)
-        total = logits.float().logsumexp(-1).gather(1, slot)  # [N, M]
-        own = logits.flatten(1).gather(1, slot * logits.shape[-1] + tree.tokens.clamp(min=0)).float()
-        cell = self._cell(own - total, slot).flatten()
+        tried = live[:, None] & (tree.parents >= 0) & (tree.tokens >= 0)
+        tried &= on_path.gather(1, tree.parents.clamp(min=0)) > 0
+        cell = self._cell(tree.marginals, (tree.depths - 1).clamp(min=0)).flatten()
         self.hits.mul_(self.decay).index_add_(0, cell, (tried & (on_path > 0)).flatten().to(self.hits))
         self.trials.mul_(self.decay).index_add_(0, cell, tried.flatten().to(self.trials))
 
