@@ -181,7 +181,8 @@ class SelfSpecModel:
             verify: how drawn tokens are verified: "coupled" (the default), "rejection", "block" (chains) or "multi".
             mode: "ar", "lookup", "sequential", "loop", "tree", "overlap", or several as in "overlap+tree"; "auto"
                 measures and chooses before every round. By default "auto", see `selfspec.planners.default_mode`.
-                Settings go with a name, as in "overlap/b=8/groups=2" or "loop/passes=3" (`selfspec.plan.named`).
+                Settings go with a name, as in "overlap/b=8/groups=2", "loop/passes=3" or "tree/nodes=63/rule=caddtree"
+                (`selfspec.plan.named`).
             block_size: tokens verified per round in a chain; by default the adapter's.
             tree_nodes: nodes of a tree beside its root, by default 31.
             lengths: a rule that says how many drafts of a chain are verified: "product", "libraspec", "scan" (measures

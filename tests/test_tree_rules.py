@@ -12,6 +12,7 @@ from selfspec.draft.trees import ENDS, TAPS, TREES, Bastion, CaDDTree, DDTree, O
 from selfspec.draft.trees.bastion import MOST, Roofline
 from selfspec.draft.trees.domino import DominoTree, over_candidates
 from selfspec.draft.trees.taps import BINS
+from selfspec.paced import Paced
 from selfspec.plan import RULES
 from selfspec.rows import ancestors
 from selfspec.verify.greedy import walk
@@ -155,16 +156,19 @@ def test_the_roofline_learns_the_machine_from_what_it_sees():
 
 def test_a_table_says_how_time_grows_and_rounds_how_fast_the_machine_is():
     """It was measured on a quiet machine: rounds of one size, twice as slow, say so of all sizes and requests."""
-    model = Roofline(1e6, 1e2, 1e6, 1e6, 1e6, 1e2)
-    model.prior = {(r, 256, n): 1 + 0.1 * n * r for r in (1, 2, 4, 8, 16, 32, 64) for n in (1, 4)}
-    model.calibrate()
+    model, rows = Roofline(1e6, 1e2, 1e6, 1e6, 1e6, 1e2), np.arange(1, 65)
+    paced = Paced(model)
+    for n in (1, 4):
+        paced.begin(n, 256, False, 1 + 0.1 * n * rows, 0.5)
     assert model(24, 256) == pytest.approx(3.4, rel=0.05) and model(24, 256, 4) == pytest.approx(10.6, rel=0.05)
-    for _ in range(3):
-        model.observe(16, 256, 2 * 2.6)
-    model.calibrate()
+    assert paced.times(1, 256, False, 24)[-1] == pytest.approx(3.9, rel=0.05)
+    assert [paced.observe(1, 16, 256, False, 2 * 2.6, 0.9) for _ in range(5)] == [True, True, False, True, False]
     assert model(24, 256) == pytest.approx(6.8, rel=0.05) and model(24, 256, 4) == pytest.approx(21.2, rel=0.05)
-    for rows in range(2 * MOST):
-        model.observe(rows, 512, 1.0)
+    for size in (1, 3, 7, 32, 64) * 8:  # and as many sizes say that rows cost more than was thought
+        paced.observe(1, size, 256, False, 1.0 + size, 0.9)
+    assert paced.times(1, 256, False, 64)[[6, 31, 63]].tolist() == pytest.approx([8.9, 33.9, 65.9], rel=0.15)
+    for i in range(2 * MOST):
+        model.observe(i, 512, 1.0)
     assert len(model.seen) == MOST and (2 * MOST - 1, 512, 1) in model.seen
 
 

@@ -42,8 +42,7 @@ class Roofline:
         width: query width of all layers together, L * H * D.
         fit: a_m, b_m, a_c, b_c.
         seen: mean ms of what was timed.
-        prior: ms of what a table foretells. Its points say how time grows; how fast the machine is, only until
-            something was timed.
+        prior: ms of what nobody has timed yet, as it is expected.
     """
 
     weight_bytes: float
@@ -71,16 +70,9 @@ class Roofline:
             self.seen.pop(next(iter(self.seen)))
         self.seen[rows, context, requests] = ms if old is None else DECAY * old + (1 - DECAY) * ms
 
-    @property
-    def known(self) -> dict[Point, float]:
-        """What was timed, and what is foretold of all else at the pace of that: ms by point."""
-        both = [(self.seen[p], self.prior[p]) for p in self.seen.keys() & self.prior.keys()]
-        pace = float(np.exp(np.mean([np.log(real / foretold) for real, foretold in both]))) if both else 1.0
-        return {p: pace * ms for p, ms in self.prior.items()} | self.seen
-
     def calibrate(self) -> None:
         """Refit scales and offsets to all that is known: alternate between assigning points and least squares."""
-        known = self.known
+        known = self.prior | self.seen
         if len(known) < 2:
             return
         points, ms = np.array(list(known), dtype=float), np.array(list(known.values()))
