@@ -205,8 +205,9 @@ class Rounds:
 
     def _builder(self, plan: Plan) -> Builder:
         """What grows trees that no head conditions; a rule's own does so in any case."""
-        ruled = self.growth is not None and plan.tree and plan.rule != RULES[0]
-        return (self.growth.builder(plan) if self.growth is not None and ruled else None) or DEFAULT
+        if self.growth is None or plan.rule == RULES[0]:
+            return DEFAULT
+        return self.growth.builder(plan) or DEFAULT
 
     def _end(self, plan: Plan, frame: Frame, redraft: bool, tree: DraftTree) -> Cut:
         """Where the rule ends the trees."""

@@ -100,11 +100,11 @@ def first(tree: DraftTree, m: int) -> DraftTree:
     """A tree of the first m nodes: what `cut` turns into padding is gone."""
 
     def part(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[:, :m]
+        return None if values is None else values[:, :m].contiguous()  # kernels read rows that follow one another
 
-    paths = None if tree.paths is None else tree.paths[:, :m, :m]
+    paths = None if tree.paths is None else tree.paths[..., :m]
     of = (tree.scores, paths, tree.levels, tree.marginals)
-    return DraftTree(tree.tokens[:, :m], part(tree.parents), tree.probs, *map(part, of))
+    return DraftTree(tree.tokens[:, :m].contiguous(), part(tree.parents), tree.probs, *map(part, of))
 
 
 def repeat_parents(n_nodes: int, like: Tensor) -> Tensor:
