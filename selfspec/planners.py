@@ -132,12 +132,12 @@ def fixed_for(
         ValueError: there is no such length rule, or it cannot be used for this plan or adapter.
     """
     if lengths is not None:
-        pruning = known.get(lengths) or known.setdefault(lengths, pruning_for(bodies, lengths, slots))
+        pruning = known.get(key := f"lengths={lengths}") or known.setdefault(key, pruning_for(bodies, lengths, slots))
         assert isinstance(pruning, Pruning)
         return pruning.policy(plan, bodies[plan.adapter].path)
     if plan.rule == RULES[0]:
         return Fixed(plan)
-    growth = known.get(plan.rule) or known.setdefault(plan.rule, growth_for(bodies, plan.rule, slots))
+    growth = known.get(key := f"rule={plan.rule}") or known.setdefault(key, growth_for(bodies, plan.rule, slots))
     assert isinstance(growth, Growth)
     return Fixed(plan, growth=growth)
 

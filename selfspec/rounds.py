@@ -170,7 +170,7 @@ class Rounds:
             if not self.fixed:  # rows that nobody guessed cost for nothing
                 tree = DraftTree(tree.tokens[:, : int((tree.tokens >= 0).any(0).sum())])
             return Proposal(tree)
-        if not plan.drafts or size == 1:
+        if not plan.drafts or min(size, plan.nodes) == 1:
             return Proposal(DraftTree(anchor[:, None]))
         drafted, told = self._drafted(plan, frame, size, redraft, run)
         if plan.verify_length is not None:

@@ -67,3 +67,21 @@ def test_generate_takes_names(name, decoder):
     got = decoder.generate(RAGGED, max_new_tokens=N, mode=name)
     assert [row[-N:].tolist() for row in got] == reference(decoder.model, RAGGED, N)
     assert decoder.stats.rounds
+
+
+def test_a_looked_up_draft_cut_by_name_is_refused(decoder):
+    """Rounds verified all of it, and were counted as shorter: graphs had too few keys."""
+    with pytest.raises(ValueError, match="looked-up"):
+        decoder.plan("lookup/verify=2")
+
+
+@pytest.mark.parametrize("name", ["sequential/verify=1", "overlap/verify=1", "sequential/lengths=fixed:length=0"])
+def test_nothing_verified_beside_the_anchor_is_plain_decoding_also_of_drawn_texts(name, decoder):
+    how = dict(max_new_tokens=N, do_sample=True, seed=[1, 2, 3])
+    assert decoder.generate(RAGGED, mode=name, **how).tolist() == decoder.generate(RAGGED, mode="ar", **how).tolist()
+
+
+def test_a_tree_rules_name_is_no_length_rule(decoder):
+    decoder.policy("tree/nodes=5/rule=taps")
+    with pytest.raises(ValueError, match="lengths='taps'"):
+        decoder.policy("sequential", lengths="taps")

@@ -6,6 +6,9 @@ backward pass multiplies with the head once more. Every call waits for the devic
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
 from torch import Tensor
 
 
@@ -29,12 +32,14 @@ def label_logp(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tens
 
 
 def require() -> None:
-    """Refuse where it is not installed.
+    """Refuse where it is not installed, or so old that every row gets the first one's gradient (before 0.8.2).
 
     Raises:
         ValueError: says how to install it.
     """
     try:
-        import liger_kernel  # noqa: F401
-    except ImportError as error:
-        raise ValueError("logits=forget needs liger-kernel: pip install 'selfspec[gpu]'") from error
+        found = version("liger-kernel")
+    except PackageNotFoundError:
+        found = "none"
+    if found == "none" or Version(found) < Version("0.8.2"):
+        raise ValueError(f"logits=forget needs liger-kernel 0.8.2 or later, found {found}: pip install 'selfspec[gpu]'")

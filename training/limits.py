@@ -28,6 +28,8 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"betas={config.betas!r}: expected two numbers from 0 to below 1, as [0.9, 0.95]")
     if config.dtype not in DTYPES:
         raise ValueError(f"dtype={config.dtype!r}: expected one of {', '.join(DTYPES)}")
+    if config.max_steps < 0:
+        raise ValueError(f"max_steps={config.max_steps}: expected 0 for none, or more")
     if config.minutes <= 0 and not config.max_steps:
         raise ValueError("give the training a budget: minutes or max_steps")
     if config.deterministic:

@@ -58,6 +58,8 @@ def read(name: str) -> Named:
                 f"names), got {key}={value}"
             )
         given[FIELDS.get(key, key)] = value if word else int(value)
+    if mode == "lookup" and "verify_length" in given:
+        raise ValueError(f"{name!r}: looked-up drafts are all verified; b= makes their block smaller")
     if at and not adapter.isdigit():
         raise ValueError(f"{name!r}: expected the adapter's index after @, got {adapter!r}")
     return Named(mode, given, int(adapter) if at else None, given.pop(LENGTHS, None))
