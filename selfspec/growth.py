@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from selfspec.backbone import Backbone
@@ -33,6 +34,7 @@ from selfspec.pruning import Cut, bucket
 from selfspec.transfer import onto
 
 BUCKETS = (1, 8, *(n + 1 for n in SIZES))  # rows of a tree that is cut, where shapes are fixed
+MOST = 64  # tables of costs that are kept where no graph reads them
 EVERY, APART = 32, 8  # rows: up to so many each size is asked for its cost, further on each so-manieth
 
 
@@ -97,6 +99,8 @@ class Growth:
         """
         key = plan, n, -(-context // STEP) * STEP, drafted, fixed
         if key not in self._times:
+            if not fixed and len(self._times) >= MOST:  # no graph reads them
+                self._times.clear()
             self._times[key] = onto(self._foretold(*key).tolist(), self.body.device).float()
         return self._times[key]
 
@@ -177,7 +181,9 @@ def together(scores: Tensor, live: Tensor) -> Tensor:
         [1, M] float32
     """
     if len(scores) == 1:
-        return scores
+        gone = (~live[:, None]).expand_as(scores).clone()
+        gone[:, 0] = False
+        return scores.masked_fill(gone, -torch.inf)
     mean = (scores.exp() * live[:, None]).sum(0) / live.sum().clamp(min=1)  # [M]
     mean[0] = 1.0  # also where nobody counts
     return mean.log()[None]

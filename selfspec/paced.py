@@ -25,6 +25,7 @@ class Paced:
         self.roofline = roofline
         self.rest: dict[tuple[int, bool], float] = {}  # ms by requests, and whether the draft was there
         self.rounds = 0
+        self._met: set[tuple[int, int]] = set()  # requests and rows
         self._heard: set[tuple[int, bool]] = set()
         self._foretold: dict[tuple[int, int], np.ndarray] = {}  # [M] by requests and context
         self._pace: dict[int, float] = {}  # by rows of a forward, log of what they take over what was foretold
@@ -46,7 +47,11 @@ class Paced:
         self._calibrate()
 
     def observe(self, n: int, rows: int, context: int, drafted: bool, verify: float, rest: float) -> bool:
-        """Note one round's ms. Returns whether the roofline was calibrated anew."""
+        """Note one round's ms, unless it is the first of its shape, which sets up. Returns whether the roofline was
+        calibrated anew."""
+        if (n, rows) not in self._met:
+            self._met.add((n, rows))
+            return False
         self.roofline.observe(rows, context, verify, n)
         if (n, context) in self._foretold:
             off = float(np.log(verify / self._foretold[n, context][rows - 1]))

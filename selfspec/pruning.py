@@ -199,7 +199,7 @@ def together(confidence: Tensor, live: Tensor) -> Tensor:
         [1, T] float32
     """
     if len(confidence) == 1:
-        return confidence.float()
+        return confidence.float() * live[:, None]
     mean = _mean(confidence.float().cumprod(1), live)  # [T]
     before = torch.cat([torch.ones_like(mean[:1]), mean[:-1]])
     return (mean / before.clamp(min=torch.finfo(mean.dtype).tiny)).clamp(max=1)[None]

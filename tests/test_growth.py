@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from test_replay import Dice, Replayed
@@ -10,7 +11,9 @@ from tiny import LAYERS, PROMPT, RAGGED, OraclePath, model_of, path_of, referenc
 from selfspec import SelfSpecModel, decode
 from selfspec.arena import Arena, policy_of
 from selfspec.backbone import Backbone
+from selfspec.draft.trees.bastion import Roofline
 from selfspec.growth import BUCKETS, Growth, together
+from selfspec.paced import Paced
 from selfspec.plan import RULES, Plan
 from selfspec.plan.cost import Costs
 from selfspec.plan.latency import Latency
@@ -304,3 +307,19 @@ def test_rules_take_turns_in_an_arena(decoder):
     for name in names:
         assert arena.run(name, 2, 20, record=True).tokens >= 20
     assert {p for p, _ in arena.spent} == {Plan("ar", B), Plan("tree", B, 15)}
+
+
+def test_one_request_without_a_draft_verifies_the_anchor_alone():
+    """A miss was given the whole tree's rows, all of them padding."""
+    scores = torch.tensor([[0.0, -0.1, -0.2]])
+    assert together(scores, torch.tensor([True])).equal(scores)
+    assert together(scores, torch.tensor([False])).exp().tolist() == [[1, 0, 0]]
+
+
+def test_a_shapes_first_round_sets_up_and_says_nothing_of_its_pace():
+    paced = Paced(Roofline(1e9, 1e3, 1e9, 1e9, 1e9))
+    paced.begin(1, 0, False, np.full(8, 1.0), 0.1)
+    before = paced.times(1, 0, False, 8)
+    assert not paced.observe(1, 8, 0, False, 8000.0, 4000.0)
+    assert np.array_equal(paced.times(1, 0, False, 8), before)
+    assert paced.observe(1, 8, 0, False, 2.0, 0.1) and paced.times(1, 0, False, 8)[-1] < 10

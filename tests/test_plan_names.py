@@ -85,3 +85,10 @@ def test_a_tree_rules_name_is_no_length_rule(decoder):
     decoder.policy("tree/nodes=5/rule=taps")
     with pytest.raises(ValueError, match="lengths='taps'"):
         decoder.policy("sequential", lengths="taps")
+
+
+@pytest.mark.parametrize("name", ["auto/b=8", "auto@0", "auto/lengths=product"])
+def test_auto_takes_no_settings_and_says_so(name, decoder):
+    """The message named auto among what was expected instead of it."""
+    with pytest.raises(ValueError, match="the planner chooses"):
+        decoder.policy(name)

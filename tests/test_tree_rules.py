@@ -162,6 +162,7 @@ def test_a_table_says_how_time_grows_and_rounds_how_fast_the_machine_is():
         paced.begin(n, 256, False, 1 + 0.1 * n * rows, 0.5)
     assert model(24, 256) == pytest.approx(3.4, rel=0.05) and model(24, 256, 4) == pytest.approx(10.6, rel=0.05)
     assert paced.times(1, 256, False, 24)[-1] == pytest.approx(3.9, rel=0.05)
+    assert not paced.observe(1, 16, 256, False, 2 * 2.6, 0.9)  # the first of a shape sets up
     assert [paced.observe(1, 16, 256, False, 2 * 2.6, 0.9) for _ in range(5)] == [True, True, False, True, False]
     assert model(24, 256) == pytest.approx(6.8, rel=0.05) and model(24, 256, 4) == pytest.approx(21.2, rel=0.05)
     for size in (1, 3, 7, 32, 64) * 8:  # and as many sizes say that rows cost more than was thought

@@ -58,6 +58,8 @@ def read(name: str) -> Named:
                 f"names), got {key}={value}"
             )
         given[FIELDS.get(key, key)] = value if word else int(value)
+    if mode == "auto" and (given or at):
+        raise ValueError(f"{name!r}: with mode='auto' the planner chooses; leave its settings out")
     if mode == "lookup" and "verify_length" in given:
         raise ValueError(f"{name!r}: looked-up drafts are all verified; b= makes their block smaller")
     if at and not adapter.isdigit():

@@ -357,7 +357,7 @@ def _kept(r: _Running, plan: Plan, accepted: int) -> bool:
     likely = _likely(r.trace, plan)
     if plan.branches:  # a trace does not tell of second candidates
         right = r.emitted * GOLDEN % 1 < SECOND
-        return accepted == plan.block_size - 1 or (right and accepted in likely[:CORRECTIONS])
+        return accepted == plan.nodes - 1 or (right and accepted in likely[:CORRECTIONS])
     return accepted in likely[: plan.kept]
 
 
